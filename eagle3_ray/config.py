@@ -1,0 +1,193 @@
+"""One typed configuration for all jobs: a preset or a YAML file, then `dotted.key=value` from the command line.
+
+Unknown keys are refused with the nearest known name. A function below this module takes the values that it needs,
+never the configuration.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the key, the value and the remedy."""
+
+
+def _split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_split_commas)]
+"""A list of strings; `a,b` on the command line means two of them."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    dir: str = Field(description="the folder that holds all of one run; on storage that every node sees")
+
+    @field_validator("dir")
+    @classmethod
+    def _is_a_folder(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError("has to be a folder on a file system that every node mounts, not a URL")
+        return str(Path(value).expanduser().absolute())
+
+
+class Target(Section):
+    model: str = Field(description="folder or Hugging Face name of the target model; its tokenizer and chat template")
+    served_as: str | None = Field(
+        None,
+        description="the model path that the servers report, where it is not target.model under another parent folder",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run the tokenizer code that comes with the model (Kimi needs it)"
+    )
+
+    @field_validator("model")
+    @classmethod
+    def _expand_home(cls, value: str) -> str:
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+
+
+class Prompts(Section):
+    path: str = Field(description="file, folder of partitions or glob (local, s3://, gs://), or hf://DATASET[:SPLIT]")
+    partitions: Names | None = Field(None, description="names of the partitions to use; all where not given")
+    limit: int | None = Field(
+        None, ge=1, description="most prompts of a partition; a larger limit extends a smaller one"
+    )
+    max_tokens_total: int | None = Field(
+        None, ge=1, description="most prompt tokens of a partition, in all; a larger value extends a smaller one"
+    )
+    dedupe: bool = Field(True, description="use prompts with the same token ids once")
+
+
+class Generate(Section):
+    endpoints: Names = Field(
+        default_factory=list, description="URLs of the SGLang servers, e.g. http://h1:30000,http://h2:30000"
+    )
+    max_in_flight: int = Field(4096, ge=1, description="upper bound on requests in flight over all servers")
+    max_new_tokens: int = Field(2048, ge=1, description="longest answer, in tokens")
+    temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    samples_per_prompt: int = Field(1, ge=1, description="answers for each prompt")
+    record_logprobs: bool = Field(
+        True, description="keep the log-probability of each answer token (capture checks with it)"
+    )
+    api_key_env: str | None = Field(
+        None, description="name of the environment variable that holds the servers' API key"
+    )
+    attempts: int = Field(6, ge=1, description="times that a request is sent before its row waits for the next run")
+    request_timeout_s: float = Field(1800, gt=0, description="longest time that one request may take")
+    outage_limit_s: float = Field(600, gt=0, description="longest wait while no server answers, before the job stops")
+
+    @field_validator("endpoints")
+    @classmethod
+    def _are_urls(cls, value: list[str]) -> list[str]:
+        urls = [url.rstrip("/") for url in value]
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"'{url}' is not a URL; write http://HOST:PORT")
+        if len(set(urls)) != len(urls):
+            raise ValueError("names a server twice; each has to be named once")
+        return urls
+
+
+class Audit(Section):
+    boundary_ids: list[int] = Field(
+        default_factory=list,
+        description="token ids that the answer itself starts behind, e.g. </think>; a partition without any stops the job",
+    )
+    evidence_rows: int = Field(200, ge=1, description="rows of a partition before a finding about it may stop the job")
+    loop_tokens: int = Field(
+        64, ge=8, description="an answer that ends in at least this many repeated tokens counts as a loop"
+    )
+
+
+class Config(Section):
+    """Everything that a run is made of."""
+
+    run: Run
+    target: Target
+    prompts: Prompts
+    generate: Generate = Field(default_factory=Generate)
+    audit: Audit = Field(default_factory=Audit)
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its pydantic field, in the order of the configuration."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def presets() -> dict[str, Path]:
+    """The presets in this package: name to YAML file."""
+    folder = Path(str(resources.files("eagle3_ray") / "presets"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load(source: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of `source`, a preset's name or a YAML file, with `dotted.key=value` overrides on top.
+
+    Raises:
+        ConfigError: unknown key, wrong value, missing file; all findings in one message.
+    """
+    tree = _read(source)
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(finding) for finding in error.errors())) from None
+
+
+def _read(source: str) -> dict[str, Any]:
+    path = presets().get(source, Path(source))
+    if not path.is_file():
+        raise ConfigError(f"'{source}' is neither a file nor a preset. Presets: {', '.join(presets())}.")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} has to hold sections such as 'run:' and 'target:'.")
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"'{override}' is not of the form dotted.key=value.")
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"'{key}' is not a known key: '{section}' has no keys of its own.")
+        tree = inner
+    try:
+        tree[name] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: '{value}' is not a YAML value: {error}") from None
+
+
+def _explain(finding: Any) -> str:
+    key = ".".join(str(part) for part in finding["loc"])
+    if finding["type"] == "missing":
+        return f"{key} is not set. Set it in the YAML file or as {key}=VALUE."
+    if finding["type"] == "extra_forbidden":
+        known = [*Config.model_fields, *(name for name, _ in keys())]
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+        return f"{key} is not a known key{f'; did you mean {near[0]}?' if near else '. --help lists them.'}"
+    message = finding["msg"].removeprefix("Value error, ")
+    return f"{key}={finding['input']!r}: {message[0].lower()}{message[1:]}. --help tells what it means."

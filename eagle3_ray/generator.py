@@ -1,0 +1,213 @@
+"""The actor that turns planned units into rows: it asks the servers, judges the answers and keeps a journal.
+
+One task is one block in, one block out, in input order, and every row of it can be asked for again: Ray may repeat a task
+on another actor without losing or doubling a row.
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from eagle3_ray.audit import AuditRules, Evidence, judge
+from eagle3_ray.journal import Journal
+from eagle3_ray.metrics import GenerateMetrics
+from eagle3_ray.plan import PlanSettings, later_turns, make_renderer
+from eagle3_ray.prompts import BadPrompt
+from eagle3_ray.records import REJECTED, SEQUENCE_SCHEMA, SEQUENCES, Row, sequence_id, token_sha
+from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, RowFailed
+from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
+from eagle3_ray.sglang.protocol import Refused, Sampling
+from eagle3_ray.sglang.transport import open_session
+from eagle3_ray.telemetry import EndpointState, PartitionCounts, Report
+
+FOLDER = "folder"
+BLOCK_SCHEMA = SEQUENCE_SCHEMA.append(pa.field(FOLDER, pa.string()))
+"""A row on its way to disk; `folder` says whether it goes to sequences/ or to rejected/."""
+
+
+class StoppedEarly(RuntimeError):
+    """The audit or an outage ends the run; everything finished is kept."""
+
+
+@dataclass(frozen=True)
+class GeneratorSettings:
+    """All that an actor needs; plain data, so that it travels."""
+
+    facts: list[ServerFacts]
+    down: list[str]
+    material: ProbeMaterial
+    sampling: Sampling
+    rules: AuditRules
+    plan: PlanSettings
+    journal: str
+    actors: int
+    max_in_flight: int
+    attempts: int
+    request_timeout_s: float
+    outage_limit_s: float
+    api_key_env: str | None
+
+
+class Generator:
+    """Ray Data's async map: a batch of units to a block of BLOCK_SCHEMA. Units that failed are left out, for the next run."""
+
+    def __init__(self, settings: GeneratorSettings, telemetry: Any) -> None:
+        self._settings = settings
+        self._telemetry = telemetry
+        self._name = uuid.uuid4().hex
+        self._journal = Journal(Path(settings.journal))
+        self._lengths = AnswerLengths(settings.sampling.max_new_tokens)
+        self._metrics = GenerateMetrics()
+        self._renderer: Any = None
+        self._report = Report({}, {}, {})
+        self._fleet = Fleet(
+            settings.facts,
+            settings.down,
+            lambda: open_session(os.environ.get(settings.api_key_env or ""), settings.request_timeout_s),
+            settings.material,
+            settings.sampling,
+            max_in_flight=-(-settings.max_in_flight // settings.actors),
+            share=1 / settings.actors,
+            attempts=settings.attempts,
+            outage_limit_s=settings.outage_limit_s,
+        )
+        self._longest = min(facts.longest_prompt(settings.sampling.max_new_tokens) for facts in settings.facts)
+        self._starting: asyncio.Task[None] | None = None
+
+    async def __call__(self, batch: pa.Table) -> pa.Table:
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+        await self._starting
+        rows = await asyncio.gather(*(self._unit(unit) for unit in batch.to_pylist()))
+        return pa.Table.from_pylist([row for unit in rows for row in unit], schema=BLOCK_SCHEMA)
+
+    async def _start(self) -> None:
+        await self._fleet.start()
+        self._reporting = asyncio.get_running_loop().create_task(self._report_forever())
+
+    async def _unit(self, unit: Row) -> list[Row]:
+        """The rows of all turns of a unit, or none where one of them has to wait for the next run."""
+        rows: list[Row] = []
+        reason: str | None = unit["reason"]
+        prompt_ids: list[int] = unit["prompt_ids"]
+        counts = self._report.partitions.setdefault(unit["partition"], PartitionCounts())
+        for turn in range(unit["turns"]):
+            answer: Row = {}
+            try:
+                if reason is None and turn > 0:
+                    prompt_ids = self._next_prompt(unit, [row["output_ids"] for row in rows])
+                if reason is None:
+                    self._check_length(prompt_ids)
+                    answer = await self._answer(unit, turn, prompt_ids)
+                    reason = answer.pop("reason")
+            except (BadPrompt, Refused) as error:
+                reason = str(error)
+            except RowFailed as failed:
+                counts.failed += unit["turns"] - turn
+                self._report.last_failure = f"{unit['partition']}/{unit['prompt_id']}: {failed}"
+                self._metrics.row(unit["partition"], "failed")
+                return []
+            rows.append(self._row(unit, turn, prompt_ids, answer, reason))
+            if reason is not None:
+                prompt_ids, reason = [], f"an earlier turn was rejected: {reason}"
+        for row in rows:
+            rejected = row[FOLDER] == REJECTED
+            counts.rejected += rejected
+            counts.rows += not rejected
+            self._metrics.row(unit["partition"], "rejected" if rejected else "sequence")
+        return rows
+
+    def _row(self, unit: Row, turn: int, prompt_ids: list[int], answer: Row, reason: str | None) -> Row:
+        output_ids = answer.get("output_ids", [])
+        return {
+            **answer,
+            "sequence_id": sequence_id(unit["partition"], unit["prompt_id"], turn, unit["sample_index"]),
+            "unit": unit["unit"],
+            "partition": unit["partition"],
+            "prompt_id": unit["prompt_id"],
+            "turn": turn,
+            "sample_index": unit["sample_index"],
+            "prompt_ids": prompt_ids,
+            "output_ids": output_ids,
+            "token_sha": token_sha(prompt_ids, output_ids),
+            "file": unit["file"],
+            "line": unit["line"],
+            "reason": reason,
+            FOLDER: SEQUENCES if reason is None else REJECTED,
+        }
+
+    def _next_prompt(self, unit: Row, answers: list[list[int]]) -> list[int]:
+        if self._renderer is None:
+            self._renderer = make_renderer(self._settings.plan)
+        conversation = later_turns(unit["prompt_id"], unit["conversation"])
+        ids: list[int] = self._renderer.prompt_ids(conversation, answers)
+        return ids
+
+    def _check_length(self, prompt_ids: list[int]) -> None:
+        if len(prompt_ids) > self._longest:
+            raise BadPrompt(
+                f"a prompt of {len(prompt_ids)} tokens, where the servers take {self._longest} beside "
+                f"generate.max_new_tokens={self._settings.sampling.max_new_tokens}"
+            )
+
+    async def _answer(self, unit: Row, turn: int, prompt_ids: list[int]) -> Row:
+        """The answer's columns and the audit's `reason`, from the journal or from a server."""
+        name = sequence_id(unit["partition"], unit["prompt_id"], turn, unit["sample_index"])
+        answer = self._journal.get(name)
+        partition = unit["partition"]
+        counts = self._report.partitions[partition]
+        if answer is not None and answer["token_sha"] == token_sha(prompt_ids, answer["output_ids"]):
+            counts.journaled += 1
+        else:
+            self._report.first_request = self._report.first_request or time.time()
+            checked, url, latency_s, attempts = await self._fleet.generate(
+                name, prompt_ids, self._lengths.expected(partition)
+            )
+            answer = {
+                **asdict(checked),
+                "endpoint": url,
+                "latency_s": latency_s,
+                "attempts": attempts,
+                "token_sha": token_sha(prompt_ids, checked.output_ids),
+            }
+            self._journal.append(name, answer)
+            self._report.last_answer = time.time()
+            counts.output_tokens += len(checked.output_ids)
+            self._metrics.answered(url, len(checked.output_ids), latency_s)
+            self._lengths.learn(partition, len(checked.output_ids))
+        has_tools = bool(unit["conversation"]) and '"tools": null' not in unit["conversation"]
+        reason = judge(answer["output_ids"], has_tools, self._settings.rules)
+        evidence = self._report.evidence.setdefault(partition, Evidence())
+        evidence.add(prompt_ids, answer["output_ids"], answer["finish_reason"] == "stop", reason, self._settings.rules)
+        return {**answer, "reason": reason}
+
+    async def _report_forever(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for url, endpoint in self._fleet.endpoints.items():
+                load = endpoint.load
+                self._report.endpoints[url] = EndpointState(
+                    endpoint.healthy,
+                    endpoint.unfit,
+                    endpoint.in_flight,
+                    load.running,
+                    load.waiting,
+                    load.token_usage,
+                    load.tokens_per_second,
+                    endpoint.answers,
+                    endpoint.output_tokens,
+                    endpoint.retries,
+                )
+                self._metrics.endpoint(url, endpoint.in_flight, endpoint.healthy, endpoint.budget, endpoint.retries)
+            self._report.queued = self._fleet.queued
+            if self._fleet.stopped is not None:
+                self._telemetry.stop.remote(str(self._fleet.stopped))
+            reason = await self._telemetry.report.remote(self._name, self._report)
+            if reason is not None and self._fleet.stopped is None:
+                self._fleet.stop(StoppedEarly(reason))

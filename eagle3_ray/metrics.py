@@ -1,0 +1,46 @@
+"""Prometheus metrics of the stages, through Ray; the README has the table of names.
+
+A metric vanishes with its worker, so totals also stand in the summary, which is counted from the data itself.
+"""
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+
+class GenerateMetrics:
+    """What a generating actor tells Prometheus. Ray adds its own prefix `ray_`."""
+
+    def __init__(self) -> None:
+        self._rows = Counter("eagle3_generate_rows_total", "answers by outcome", ("partition", "outcome"))
+        self._tokens = Counter("eagle3_generate_output_tokens_total", "answer tokens", ("endpoint",))
+        self._retries = Counter("eagle3_generate_retries_total", "requests that were sent again", ("endpoint", "cause"))
+        self._in_flight = Gauge("eagle3_generate_in_flight", "requests in flight", ("endpoint",))
+        self._healthy = Gauge("eagle3_generate_endpoint_healthy", "1 while the server takes requests", ("endpoint",))
+        self._budget = Gauge("eagle3_generate_budget_tokens", "tokens admitted to a server at once", ("endpoint",))
+        self._seconds = Histogram(
+            "eagle3_generate_request_seconds",
+            "latency of an answer",
+            [0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000],
+            ("endpoint",),
+        )
+        self._seen_retries: dict[tuple[str, str], int] = {}
+
+    def answered(self, endpoint: str, tokens: int, seconds: float) -> None:
+        self._tokens.inc(tokens, {"endpoint": endpoint})
+        self._seconds.observe(seconds, {"endpoint": endpoint})
+
+    def row(self, partition: str, outcome: str) -> None:
+        """`outcome` is "sequence", "rejected" or "failed"."""
+        self._rows.inc(1, {"partition": partition, "outcome": outcome})
+
+    def endpoint(self, url: str, in_flight: int, healthy: bool, budget: float, retries: Mapping[str, int]) -> None:
+        tags = {"endpoint": url}
+        self._in_flight.set(in_flight, tags)
+        self._healthy.set(int(healthy), tags)
+        self._budget.set(budget, tags)
+        for cause, count in retries.items():
+            new = count - self._seen_retries.get((url, cause), 0)
+            if new:
+                self._retries.inc(new, {"endpoint": url, "cause": cause})
+                self._seen_retries[url, cause] = count

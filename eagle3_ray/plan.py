@@ -1,0 +1,323 @@
+"""What a generate run has to do, decided before the first request: which prompts, in which order, how many rows.
+
+Prompts are rendered once, streaming, to Parquet parts; DuckDB, which spills to disk, then drops duplicates and applies
+the caps. A prompt's place comes from a hash of its name, so a larger cap extends a smaller one, partitions and lengths
+are mixed, and a job that stops early leaves a fair sample. What comes out:
+
+    plan/units/*.parquet   a row per unit: one prompt and one sample of it, with all its turns; bad rows with their reason
+    plan/plan.json         the counts, and what they were made from
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle3_ray.prompts import BadPrompt, Prompt, Source, parse, read
+from eagle3_ray.runs import RunError, write_json
+
+_PART_SCHEMA = pa.schema(
+    [
+        ("partition", pa.string()),
+        ("prompt_id", pa.string()),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+        ("prompt_ids", pa.list_(pa.int32())),  # of the first turn
+        ("conversation", pa.string()),  # JSON of turns, tools and template options where there is more than one turn
+        ("turns", pa.int32()),
+        ("content_sha", pa.string()),  # of all that decides the prompts; null for bad rows
+        ("reason", pa.string()),
+    ]
+)
+_ROWS_PER_FILE = 8192
+
+_NARROW = """
+CREATE TEMP TABLE narrow AS
+SELECT partition, prompt_id, file, line, turns, len(prompt_ids) AS tokens, content_sha,
+       md5_number_lower(partition || chr(0) || prompt_id) AS rank
+FROM read_parquet($parts) WHERE reason IS NULL
+"""
+
+_FATES = """
+CREATE TEMP TABLE fates AS
+WITH copies AS (
+    SELECT *, row_number() OVER (PARTITION BY content_sha ORDER BY partition, file, line) AS copy FROM narrow
+), named AS (
+    SELECT *, row_number() OVER (PARTITION BY partition, prompt_id ORDER BY file, line) AS namesake
+    FROM copies WHERE NOT ($dedupe AND copy > 1)
+), placed AS (
+    SELECT *, row_number() OVER mine AS place, sum(tokens) OVER mine AS tokens_so_far
+    FROM named WHERE namesake = 1 WINDOW mine AS (PARTITION BY partition ORDER BY rank, file, line)
+)
+SELECT file, line, CASE WHEN place <= $limit AND tokens_so_far <= $max_tokens THEN 'chosen' ELSE 'over_cap' END AS fate
+FROM placed
+UNION ALL SELECT file, line, 'namesake' FROM named WHERE namesake > 1
+UNION ALL SELECT file, line, 'duplicate' FROM copies WHERE $dedupe AND copy > 1
+"""
+
+_UNITS = """
+WITH rows AS (
+    SELECT p.* EXCLUDE (reason), coalesce(fate, 'bad') AS fate,
+           CASE fate WHEN 'namesake' THEN 'the id ' || prompt_id || ' stands in this partition more than once'
+                     ELSE reason END AS reason
+    FROM read_parquet($parts) p LEFT JOIN fates f ON p.file = f.file AND p.line = f.line
+    WHERE coalesce(fate, 'bad') IN ('chosen', 'namesake', 'bad')
+), sampled AS (
+    SELECT *, unnest(range(CASE fate WHEN 'chosen' THEN $samples ELSE 1 END)) AS sample_index FROM rows
+), identified AS (
+    SELECT * EXCLUDE (fate, prompt_id, turns),
+        CASE fate WHEN 'chosen' THEN prompt_id ELSE file || ':' || line END AS prompt_id,
+        CASE fate WHEN 'chosen' THEN turns ELSE 1 END AS turns
+    FROM sampled
+)
+SELECT (md5_number_lower(concat_ws(chr(0), partition, prompt_id, sample_index, content_sha, reason)) >> 1)::BIGINT AS unit,
+       partition, prompt_id, sample_index::INTEGER AS sample_index, file, line, prompt_ids, conversation, turns, reason
+FROM identified ORDER BY md5_number_lower(partition || chr(0) || prompt_id), sample_index
+"""
+
+_COUNTS = """
+SELECT p.partition,
+       count(*) AS read,
+       count(*) FILTER (fate = 'duplicate') AS duplicates,
+       count(*) FILTER (fate = 'over_cap') AS over_cap,
+       count(*) FILTER (fate IS NULL OR fate = 'namesake') AS bad,
+       count(*) FILTER (fate = 'chosen') AS prompts,
+       coalesce(sum(turns) FILTER (fate = 'chosen'), 0)::BIGINT * $samples + bad AS expected,
+       coalesce(sum(len(prompt_ids)) FILTER (fate = 'chosen'), 0)::BIGINT * $samples AS prompt_tokens,
+       coalesce(max(len(prompt_ids)) FILTER (fate = 'chosen'), 0) AS longest_prompt
+FROM read_parquet($parts) p LEFT JOIN fates f ON p.file = f.file AND p.line = f.line
+GROUP BY p.partition ORDER BY p.partition
+"""
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """Counts of one partition: `read` = prompts + duplicates + over_cap + bad; `expected` counts answers plus bad rows."""
+
+    partition: str
+    read: int
+    duplicates: int
+    over_cap: int
+    bad: int
+    prompts: int
+    expected: int
+    prompt_tokens: int
+    longest_prompt: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The counts of a plan and where its units stand."""
+
+    folder: Path
+    partitions: list[PartitionPlan]
+
+    @property
+    def units(self) -> str:
+        """The folder of the units' Parquet files."""
+        return str(self.folder / "units")
+
+    @property
+    def expected(self) -> int:
+        """Rows that the run ends with, in sequences/ and rejected/ together."""
+        return sum(p.expected for p in self.partitions)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(p.prompt_tokens for p in self.partitions)
+
+    @property
+    def answers(self) -> int:
+        """Answers to generate."""
+        return sum(p.expected - p.bad for p in self.partitions)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """All that decides a plan, so that a plan made from the same settings is used again."""
+
+    sources: list[Source]
+    tokenizer_folder: str
+    tokenizer: Mapping[str, str | None]
+    vocab_size: int
+    trust_remote_code: bool = False
+    boundary_ids: list[int] = field(default_factory=list)
+    limit: int | None = None
+    max_tokens_total: int | None = None
+    dedupe: bool = True
+    samples_per_prompt: int = 1
+
+    def key(self) -> str:
+        """A hash of the settings and of the size and time of each local file."""
+        stats = [Path(s.path).stat() for s in self.sources if "://" not in s.path]
+        about = {**asdict(self), "files": [(stat.st_size, stat.st_mtime_ns) for stat in stats]}
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+class Render:
+    """Ray Data stage: raw rows to rows of the plan, a bad one with its reason."""
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
+        self._renderer: Any = None
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        return pa.Table.from_pylist([self._row(**row) for row in batch.to_pylist()], schema=_PART_SCHEMA)
+
+    def _row(self, partition: str, file: str, line: int, raw: bytes) -> dict[str, Any]:
+        fallback_id = f"{'/'.join(Path(file).parts[-2:])}:{line}"
+        row = {"partition": partition, "prompt_id": fallback_id, "file": file, "line": line, "turns": 1}
+        try:
+            prompt = parse(raw, fallback_id)
+            ids = self._prompt_ids(prompt)
+        except BadPrompt as bad:
+            return {**row, "prompt_ids": [], "reason": str(bad)}
+        later = prompt.turns[1:] and json.dumps(
+            {"turns": prompt.turns, "tools": prompt.tools, "chat_template_kwargs": prompt.chat_template_kwargs}
+        )
+        content = hashlib.sha256(pa.array(ids, pa.int32()).buffers()[1])
+        content.update((later or "").encode())
+        row |= {"prompt_id": prompt.prompt_id, "turns": max(1, len(prompt.turns)), "content_sha": content.hexdigest()}
+        return {**row, "prompt_ids": ids, "conversation": later or None}
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.input_ids is None and self._renderer is None:
+            self._renderer = make_renderer(self._settings)
+        ids = prompt.input_ids if prompt.input_ids is not None else self._renderer.prompt_ids(prompt)
+        for token in ids:
+            if not 0 <= token < self._settings.vocab_size:  # sglang 0.5.23: such an id kills the server process
+                raise BadPrompt(f"token id {token} is outside the vocabulary of {self._settings.vocab_size}")
+        return list(ids)
+
+
+def make_renderer(settings: PlanSettings) -> Any:
+    """The renderer that the settings describe. Imports transformers, which takes seconds: only where messages come."""
+    from eagle3_ray.rendering import Renderer
+
+    return Renderer(
+        Path(settings.tokenizer_folder),
+        trust_remote_code=settings.trust_remote_code,
+        boundary_ids=settings.boundary_ids,
+    )
+
+
+def later_turns(prompt_id: str, conversation: str) -> Prompt:
+    """The conversation of a unit with more than one turn."""
+    about = json.loads(conversation)
+    return Prompt(prompt_id, None, about["turns"], about["tools"], about["chat_template_kwargs"])
+
+
+def make(folder: Path, settings: PlanSettings, rows_folder: Path) -> Plan:
+    """The plan in `folder`, made now unless one of the same settings stands there. Needs a running Ray.
+
+    Raises:
+        PromptSourceError: a file breaks off.
+        RunError: rows that were generated already have no place in the new plan.
+    """
+    known = load(folder)
+    if known is not None and known[1] == settings.key():
+        return known[0]
+    import ray
+
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    _render_all(fresh / "parts", settings)
+    counts = ray.get(ray.remote(_select).options(num_cpus=1).remote(fresh, settings, rows_folder))
+    plan = Plan(folder, [PartitionPlan(**count) for count in counts])
+    write_json(fresh / "plan.json", {"key": settings.key(), "expected": plan.expected, "partitions": counts})
+    shutil.rmtree(fresh / "parts")
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    return plan
+
+
+def load(folder: Path) -> tuple[Plan, str] | None:
+    """The plan that stands in `folder` and the key of its settings, None where there is none."""
+    path = folder / "plan.json"
+    if not path.exists():
+        return None
+    about = json.loads(path.read_text())
+    return Plan(folder, [PartitionPlan(**count) for count in about["partitions"]]), about["key"]
+
+
+def _render_all(parts: Path, settings: PlanSettings) -> None:
+    import ray.data
+
+    sources = [{"partition": source.partition, "path": source.path} for source in settings.sources]
+    rows = ray.data.from_items(sources, override_num_blocks=len(sources)).map_batches(
+        _read_source, batch_size=1, batch_format="pyarrow", num_cpus=0.5
+    )
+    rendered = rows.map_batches(
+        Render,
+        fn_constructor_args=(settings,),
+        batch_size=None,
+        batch_format="pyarrow",
+        num_cpus=1,
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)),
+    )
+    rendered.write_parquet(str(parts), compression="zstd")
+
+
+def _read_source(batch: pa.Table) -> Any:
+    schema = pa.schema([("partition", pa.string()), ("file", pa.string()), ("line", pa.int64()), ("raw", pa.binary())])
+    for source in batch.to_pylist():
+        rows: list[dict[str, Any]] = []
+        for line, raw in read(Source(source["partition"], source["path"])):
+            rows.append({"partition": source["partition"], "file": source["path"], "line": line, "raw": raw})
+            if len(rows) == 2000:
+                yield pa.Table.from_pylist(rows, schema=schema)
+                rows = []
+        yield pa.Table.from_pylist(rows, schema=schema)
+
+
+def _select(folder: Path, settings: PlanSettings, rows_folder: Path) -> list[dict[str, Any]]:
+    """Chooses the units, writes them and counts; runs as a Ray task, so that the driver's memory stays small."""
+    import duckdb
+
+    parts, unlimited = str(folder / "parts" / "*.parquet"), 2**62
+    with duckdb.connect(config={"memory_limit": "1GB", "temp_directory": str(folder / "spill")}) as db:
+        db.execute(_NARROW, {"parts": parts})
+        db.execute(
+            _FATES,
+            {
+                "dedupe": settings.dedupe,
+                "limit": settings.limit or unlimited,
+                "max_tokens": settings.max_tokens_total or unlimited,
+            },
+        )
+        for_parts = {"parts": parts, "samples": settings.samples_per_prompt}
+        units = db.sql(_UNITS, params=for_parts).to_arrow_reader(_ROWS_PER_FILE)  # streams; execute() would copy
+        (folder / "units").mkdir()
+        for number, batch in enumerate(units):
+            pq.write_table(
+                pa.Table.from_batches([batch]), folder / "units" / f"{number:06}.parquet", compression="zstd"
+            )
+        new = str(folder / "units" / "*.parquet")
+        _refuse_lost_rows(db, new, sorted(map(str, rows_folder.glob("*/*.parquet"))))
+        cursor = db.execute(_COUNTS, for_parts)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def _refuse_lost_rows(db: Any, units: str, rows: list[str]) -> None:
+    twice = db.execute("SELECT count(*) - count(DISTINCT unit) FROM read_parquet($1)", [units]).fetchone()[0]
+    if twice:
+        raise RunError(f"{twice} units of the plan share a hash with another one; rename a partition.")
+    if not rows:
+        return
+    lost = db.execute(
+        "SELECT partition, prompt_id FROM read_parquet($1) WHERE unit NOT IN (SELECT unit FROM read_parquet($2)) LIMIT 3",
+        [rows, units],
+    ).fetchall()
+    if lost:
+        examples = ", ".join(f"{partition}/{prompt_id}" for partition, prompt_id in lost)
+        raise RunError(
+            f"The run already has answers to prompts that these settings do not select or that have changed ({examples}). "
+            "Larger caps and more partitions extend a run; for anything else use another run.dir."
+        )

@@ -1,0 +1,274 @@
+"""Where prompts come from: files in partitions, read line by line into one form. Knows nothing of tokens.
+
+A row is `{"id", "messages"}` (OpenAI roles, with `tools` and `chat_template_kwargs`), ShareGPT `conversations`,
+`{"prompt": text}` (one user message), or ready `{"input_ids"}`. Answers in the rows are dropped: the target gives its
+own. Only an assistant message with tool calls stays, because the tool results behind it answer it.
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+_FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_LONGEST_LINE = 64 << 20
+_SHAREGPT_QUESTIONS = {"human": "user", "user": "user", "system": "system"}
+_SHAREGPT_ANSWERS = {"gpt", "assistant", "chatgpt", "bot", "model"}
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+Message = dict[str, Any]
+
+
+class PromptSourceError(ValueError):
+    """The prompts cannot be read as a whole; the message names the path and the remedy."""
+
+
+class BadPrompt(ValueError):
+    """One row cannot be used; the message is the reason that goes to rejected/."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file (or Hugging Face dataset) of prompts and the partition that it belongs to."""
+
+    partition: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row in one form: ready ids, or the new messages of each turn that the target has to answer."""
+
+    prompt_id: str
+    input_ids: list[int] | None
+    turns: list[list[Message]]
+    tools: list[Any] | None
+    chat_template_kwargs: dict[str, Any]
+
+
+def find(path: str, partitions: list[str] | None = None) -> list[Source]:
+    """The files behind `prompts.path`, sorted by partition and path.
+
+    A file's partition is its sub-folder's name, or its own name without endings: `B1_glaive/prompts.jsonl` and
+    `B1_glaive.jsonl` are both partition `B1_glaive`.
+
+    Raises:
+        PromptSourceError: nothing there, or a partition that was asked for is missing.
+    """
+    sources = [_hub_source(path)] if path.startswith("hf://") else list(_find_files(path))
+    if not sources:
+        raise PromptSourceError(
+            f"prompts.path={path} holds no prompts; expected files ending in {', '.join(_FORMATS)}."
+        )
+    names = {source.partition for source in sources}
+    for name in partitions or ():
+        if name not in names:
+            raise PromptSourceError(
+                f"prompts.partitions names '{name}', but {path} has only {', '.join(sorted(names))}."
+            )
+    wanted = names if partitions is None else set(partitions)
+    return sorted((s for s in sources if s.partition in wanted), key=lambda s: (s.partition, s.path))
+
+
+def read(source: Source) -> Iterator[tuple[int, bytes]]:
+    """The rows of a source, each as its line (or row) number from 1 and its JSON.
+
+    Raises:
+        PromptSourceError: the file breaks off or is not of the format that its name says.
+    """
+    try:
+        if source.path.startswith("hf://"):
+            yield from _read_hub(source.path)
+        elif source.path.endswith(".parquet"):
+            yield from _read_parquet(source.path)
+        else:
+            yield from _read_lines(source.path)
+    except (OSError, EOFError, pa.ArrowInvalid) as error:
+        raise PromptSourceError(
+            f"{source.path} cannot be read to its end: {error}. Repair or remove the file."
+        ) from error
+
+
+def parse(raw: bytes, fallback_id: str) -> Prompt:
+    """One row in the common form.
+
+    Raises:
+        BadPrompt: the row cannot be used.
+    """
+    try:
+        row = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadPrompt(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadPrompt(f"not a JSON object but {type(row).__name__}")
+    prompt_id = str(row["id"]) if row.get("id") is not None else fallback_id
+    tools = row.get("tools") or None
+    options = row.get("chat_template_kwargs") or {}
+    if not (tools is None or isinstance(tools, list)):
+        raise BadPrompt("tools is not a list")
+    if not isinstance(options, dict):
+        raise BadPrompt("chat_template_kwargs is not an object")
+    if row.get("input_ids") is not None:
+        return Prompt(prompt_id, _checked_ids(row["input_ids"]), [], None, {})
+    return Prompt(prompt_id, None, _split_turns(_messages(row)), tools, options)
+
+
+def _find_files(path: str) -> Iterator[Source]:
+    filesystem, root, scheme = _open_filesystem(path)
+    wildcard = next((i for i, part in enumerate(PurePosixPath(root).parts) if set("*?[") & set(part)), None)
+    base = root if wildcard is None else str(PurePosixPath(*PurePosixPath(root).parts[:wildcard]))
+    try:
+        about = filesystem.get_file_info(base)
+        if about.type == pafs.FileType.NotFound:
+            raise PromptSourceError(f"prompts.path={path} does not exist.")
+        if about.type == pafs.FileType.File:
+            found = [base]
+        else:
+            listing = filesystem.get_file_info(pafs.FileSelector(base, recursive=True))
+            found = [entry.path for entry in listing if entry.type == pafs.FileType.File]
+    except OSError as error:
+        raise PromptSourceError(f"prompts.path={path} cannot be listed: {error}.") from error
+    for file in found:
+        inside = PurePosixPath(file).relative_to(base).parts
+        if any(part.startswith((".", "_")) for part in inside) or not file.endswith(_FORMATS):
+            continue
+        if wildcard is not None and not PurePosixPath(file).match(root):
+            continue
+        name = PurePosixPath(file)
+        stem = name.name.split(".")[0]
+        in_folder = len(inside) > 1 and (wildcard is None or stem == "prompts")
+        yield Source(inside[0] if in_folder else stem, f"{scheme}{file}")
+
+
+def _open_filesystem(path: str) -> tuple[Any, str, str]:
+    if "://" not in path:
+        return pafs.LocalFileSystem(), str(PurePosixPath(os.path.abspath(os.path.expanduser(path)))), ""
+    try:
+        filesystem, root = pafs.FileSystem.from_uri(path)
+    except (ValueError, OSError) as error:
+        raise PromptSourceError(f"prompts.path={path} cannot be opened: {error}.") from error
+    return filesystem, root, path.split("://")[0] + "://"
+
+
+def _read_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    filesystem, root, _ = _open_filesystem(path)
+    with (
+        filesystem.open_input_stream(root, compression="detect") as stream,
+        io.BufferedReader(stream, 1 << 20) as lines,
+    ):
+        number = 0
+        while line := lines.readline(_LONGEST_LINE):
+            number += 1
+            if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                raise PromptSourceError(
+                    f"{path}, line {number}: longer than {_LONGEST_LINE >> 20} MiB. Is it JSON lines?"
+                )
+            if line.strip():
+                yield number, line
+
+
+def _read_parquet(path: str) -> Iterator[tuple[int, bytes]]:
+    filesystem, root, _ = _open_filesystem(path)
+    number = 0
+    with filesystem.open_input_file(root) as file:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=1000):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, json.dumps(row, default=str).encode()
+
+
+def _hub_source(path: str) -> Source:
+    name = path.removeprefix("hf://").split(":")[0]
+    return Source(PurePosixPath(name).name, path)
+
+
+def _read_hub(path: str) -> Iterator[tuple[int, bytes]]:
+    try:
+        import datasets
+    except ImportError:
+        raise PromptSourceError(
+            f"{path}: reading a dataset by name needs `pip install 'eagle3_ray[datasets]'`."
+        ) from None
+    name, _, split = path.removeprefix("hf://").partition(":")
+    rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+    for number, row in enumerate(rows, start=1):
+        yield number, json.dumps(row, default=str).encode()
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise BadPrompt("input_ids is not a list of whole numbers with at least one entry")
+    return ids
+
+
+def _messages(row: dict[str, Any]) -> list[Message]:
+    if row.get("messages") is not None:
+        messages, form = row["messages"], "messages"
+    elif row.get("conversations") is not None:
+        messages, form = row["conversations"], "conversations"
+    elif row.get("prompt") is not None:
+        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+            raise BadPrompt("prompt is not a text with content")
+        return [{"role": "user", "content": row["prompt"]}]
+    else:
+        raise BadPrompt("none of messages, conversations, prompt, input_ids is there")
+    if not isinstance(messages, list) or not messages:
+        raise BadPrompt(f"{form} is empty or not a list")
+    if not all(isinstance(message, dict) for message in messages):
+        raise BadPrompt(f"{form} holds something that is not an object")
+    return [_checked(m) for m in messages] if form == "messages" else [_from_sharegpt(m) for m in messages]
+
+
+def _checked(message: Message) -> Message:
+    message = {key: value for key, value in message.items() if value is not None}  # Arrow structs fill in nulls
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise BadPrompt(f"unknown role {role!r}")
+    if isinstance(content, list):
+        kinds = {part.get("type") if isinstance(part, dict) else None for part in content}
+        if kinds != {"text"}:
+            raise BadPrompt("content that is not text")
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise BadPrompt("a text part without text")
+    elif not isinstance(content, str) and role != "assistant":
+        raise BadPrompt(f"a {role} message without content")
+    if role == "user" and not content:
+        raise BadPrompt("an empty user message")
+    return message
+
+
+def _from_sharegpt(message: Message) -> Message:
+    speaker, text = message.get("from"), message.get("value")
+    if speaker in _SHAREGPT_ANSWERS:
+        return {"role": "assistant", "content": text}
+    if speaker not in _SHAREGPT_QUESTIONS:
+        raise BadPrompt(f"unknown speaker {speaker!r}")
+    return _checked({"role": _SHAREGPT_QUESTIONS[speaker], "content": text})
+
+
+def _split_turns(messages: list[Message]) -> list[list[Message]]:
+    """The new messages of each turn; a turn ends with the user or tool message that the target answers."""
+    kept = [
+        message
+        for message, following in zip(messages, [*messages[1:], None], strict=True)
+        if message["role"] != "assistant" or (following is not None and following["role"] == "tool")
+    ]
+    turns: list[list[Message]] = [[]]
+    for message, following in zip(kept, [*kept[1:], None], strict=True):
+        turns[-1].append(message)
+        answered_later = following is not None and following["role"] in ("assistant", "tool")
+        if message["role"] in ("user", "tool") and not answered_later:
+            turns.append([])
+    if turns[-1]:  # system messages behind the last question
+        turns.pop()
+    turns = [turn for turn in turns if turn]
+    if not turns:
+        raise BadPrompt("no user message to answer")
+    return turns

@@ -1,0 +1,58 @@
+"""The data contracts between stages: what a generated sequence is, and how it is identified.
+
+A stage hands on token ids, never text. `sequence_id` says which answer a row is, `token_sha` which tokens it holds;
+every later stage carries both and refuses a row where they disagree.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+SEQUENCES = "sequences"
+REJECTED = "rejected"
+
+SEQUENCE_SCHEMA = pa.schema(
+    [
+        ("sequence_id", pa.string()),
+        (
+            "unit",
+            pa.int64(),
+        ),  # the planned piece of work that the row belongs to: one prompt, one sample, all its turns
+        ("partition", pa.string()),
+        ("prompt_id", pa.string()),
+        ("turn", pa.int32()),
+        ("sample_index", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("output_ids", pa.list_(pa.int32())),
+        ("output_logprobs", pa.list_(pa.float32())),  # null unless generate.record_logprobs
+        ("finish_reason", pa.string()),  # "stop" or "length"
+        ("matched_stop", pa.int32()),  # the stop token, null where finish_reason is "length"
+        ("weight_version", pa.string()),
+        ("endpoint", pa.string()),
+        ("latency_s", pa.float32()),
+        ("attempts", pa.int32()),
+        ("token_sha", pa.string()),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+        ("reason", pa.string()),  # null in sequences/, why the row is not fit in rejected/
+    ]
+)
+"""A row of `sequences/*.parquet` and of `rejected/*.parquet`."""
+
+Row = dict[str, Any]
+"""One row of SEQUENCE_SCHEMA; absent keys are null."""
+
+
+def sequence_id(partition: str, prompt_id: str, turn: int, sample_index: int) -> str:
+    """The stable name of one answer: 32 hexadecimal digits, equal on every machine and in every run."""
+    name = "\0".join((partition, prompt_id, str(turn), str(sample_index)))
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def token_sha(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> str:
+    """SHA-256 of the prompt's length and all ids as little-endian int32, so that the answer's boundary counts too."""
+    ids = np.asarray([len(prompt_ids), *prompt_ids, *output_ids], dtype="<i4")
+    return hashlib.sha256(ids.tobytes()).hexdigest()

@@ -1,0 +1,163 @@
+"""A run directory: who may write to it, what its data was made with, and what is finished.
+
+    RUN/manifest.json            per stage: fingerprint, versions, when, how often started
+    RUN/generate/                all that one stage owns, so that setting it aside is one rename
+    RUN/summaries/generate.json  the last summary of each stage
+    RUN/quarantine/              what was set aside, never deleted
+
+A fingerprint is a flat dictionary of everything that changes tokens. A stage refuses to add to data of another one.
+"""
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SUCCESS = "_SUCCESS"
+
+Fingerprint = Mapping[str, str | int | float | bool | None]
+
+
+class RunError(RuntimeError):
+    """A run directory cannot be used as asked; the message says what to do."""
+
+
+class FingerprintMismatch(RunError):
+    """The data in the run was made with other settings than these."""
+
+
+class RunBusy(RunError):
+    """Another job writes to the run."""
+
+
+class RunDir:
+    """One run directory; all paths in it and all that is written beside the data."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def stage(self, name: str) -> Path:
+        """The folder that holds all of a stage's data."""
+        return self.path / name
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, empty where nothing ran yet."""
+        path = self.path / "manifest.json"
+        if not path.exists():
+            return {}
+        try:
+            manifest: dict[str, Any] = json.loads(path.read_text())
+        except ValueError as error:
+            raise RunError(f"{path} is damaged ({error}); move the run directory aside and start another.") from None
+        return manifest
+
+    def claim(self, stage: str, fingerprint: Fingerprint, about: Mapping[str, Any]) -> None:
+        """Writes the stage's fingerprint into the manifest, or checks it against the one that stands there.
+
+        Raises:
+            FingerprintMismatch: the stage has data that was made with other settings; names each field that differs.
+        """
+        manifest = self.manifest()
+        entry = manifest.setdefault(stage, {"fingerprint": dict(fingerprint), "created": _now(), "starts": 0})
+        known = entry["fingerprint"]
+        differing = [field for field in {**known, **fingerprint} if known.get(field) != fingerprint.get(field)]
+        if differing:
+            said = "; ".join(
+                f"{field} was {known.get(field)!r} and is now {fingerprint.get(field)!r}" for field in differing
+            )
+            raise FingerprintMismatch(
+                f"{self.path} holds {stage} data made with other settings: {said}. "
+                f'Use another run.dir, or "python jobs/doctor.py {self.path} --quarantine {stage}" to set the old data aside.'
+            )
+        entry.update(about, starts=entry["starts"] + 1, last_start=_now())
+        write_json(self.path / "manifest.json", manifest)
+
+    def write_summary(self, stage: str, summary: Mapping[str, Any]) -> None:
+        """Keeps a stage's summary as RUN/summaries/STAGE.json."""
+        write_json(self.path / "summaries" / f"{stage}.json", summary)
+
+    def summary(self, stage: str) -> dict[str, Any] | None:
+        """The last summary of a stage, None where there is none."""
+        path = self.path / "summaries" / f"{stage}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def succeeded(self, stage: str) -> bool:
+        """Whether the stage's data is complete and checked; readers wait for this."""
+        return (self.stage(stage) / SUCCESS).exists()
+
+    def quarantine(self, stage: str) -> Path:
+        """Moves a stage's data, manifest entry and summary to RUN/quarantine and returns the folder there.
+
+        Raises:
+            RunBusy: a job is writing to the run.
+            RunError: the stage has no data.
+        """
+        with WriterLock(self):
+            manifest = self.manifest()
+            if not self.stage(stage).exists() and stage not in manifest:
+                raise RunError(f"{self.path} has no {stage} data to set aside.")
+            aside = self.path / "quarantine" / f"{stage}-{time.strftime('%Y%m%d-%H%M%S')}"
+            aside.mkdir(parents=True)
+            write_json(aside / "manifest.json", {stage: manifest.pop(stage, None)})
+            for source in (self.stage(stage), self.path / "summaries" / f"{stage}.json"):
+                if source.exists():
+                    os.replace(source, aside / source.name)
+            write_json(self.path / "manifest.json", manifest)
+        return aside
+
+
+class WriterLock:
+    """Holds a run for one job: a lock on RUN/.lock that ends with this process, however it ends.
+
+    `token` is new each time and stands in the lock file, so that a task left over from a killed job can see that the
+    run has another owner now (see `is_current`). On NFS the lock works across nodes from version 4 on.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self._path = run.path / ".lock"
+        self._run = run
+        self.token = uuid.uuid4().hex
+
+    def __enter__(self) -> "WriterLock":
+        try:
+            self._run.path.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a+")  # noqa: SIM115 - held until __exit__
+        except OSError as error:
+            raise RunError(
+                f"run.dir {self._run.path} cannot be written: {error.strerror}. Choose another run.dir."
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise RunBusy(
+                f"Another job is writing to {self._run.path}; wait for it, or stop it with `ray job stop`."
+            ) from None
+        self._file.truncate(0)
+        self._file.write(self.token)
+        self._file.flush()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @staticmethod
+    def is_current(run_path: str, token: str) -> bool:
+        """Whether the job that holds `token` still owns the run."""
+        return (Path(run_path) / ".lock").read_text() == token
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.write_text(json.dumps(value, indent=1, sort_keys=False) + "\n")
+    os.replace(temporary, path)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,331 @@
+"""The servers that one generating actor talks to: which is healthy, which has room, and what becomes of a request.
+
+Admission is by tokens. A request needs its prompt and the answer length that its partition has shown so far; a server
+takes requests up to a budget of tokens, which follows what `/v1/loads` says: it grows while nothing waits there and
+shrinks while more waits than keeps the server busy. Short and long requests mix freely; nobody sets a concurrency.
+"""
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+
+from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, probe, same_model
+from eagle3_ray.sglang.protocol import Answer, Sampling, Transient, check, request_body
+from eagle3_ray.sglang.transport import get, post
+
+logger = logging.getLogger(__name__)
+
+_FEEDBACK_S = 1.0
+_FAILURES_UNTIL_DOWN = 3
+_LONGEST_BACKOFF_S = 30.0
+
+
+class RowFailed(Exception):
+    """Every attempt failed; the row waits for the next run."""
+
+
+class NoServer(RuntimeError):
+    """No server has answered for longer than generate.outage_limit_s, or none is fit any more."""
+
+
+@dataclass
+class Load:
+    """The last answer of `/v1/loads`, summed over data-parallel ranks."""
+
+    running: int = 0
+    waiting: int = 0
+    token_usage: float = 0.0
+    tokens_per_second: float = 0.0
+
+
+@dataclass
+class Endpoint:
+    """One server as this actor sees it. `budget` and `reserved` are tokens."""
+
+    facts: ServerFacts
+    budget: float
+    most_requests: int
+    healthy: bool = True
+    unfit: str | None = None
+    in_flight: int = 0
+    reserved: int = 0
+    failures: int = 0
+    load: Load = field(default_factory=Load)
+    answers: int = 0
+    output_tokens: int = 0
+    retries: Counter[str] = field(default_factory=Counter)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a request of that size may go there now; an idle server takes any."""
+        if not self.healthy or self.in_flight >= self.most_requests:
+            return False
+        return self.in_flight == 0 or self.reserved + tokens <= self.budget
+
+    def adapt(self, load: Load, starved: bool) -> None:
+        """Moves the budget by what the server says; `starved` means that requests wait on our side for it."""
+        self.load = load
+        enough_waiting = max(2, load.running // 10)
+        if load.waiting > enough_waiting:
+            self.budget = max(float(self.facts.context), min(self.budget, self.reserved) * 0.95)
+        elif load.waiting == 0 and starved:
+            self.budget = min(self.budget * 1.1, 4.0 * self.facts.capacity_tokens)
+
+
+class Fleet:
+    """All servers. `share` of each server's room belongs to this actor; the others have the rest.
+
+    Use: `await start()` inside the loop, then `await generate(...)` any number of times, then `await close()`.
+    """
+
+    def __init__(
+        self,
+        facts: Sequence[ServerFacts],
+        down: Sequence[str],
+        open_session: Callable[[], aiohttp.ClientSession],
+        material: ProbeMaterial,
+        sampling: Sampling,
+        *,
+        max_in_flight: int,
+        share: float,
+        attempts: int,
+        outage_limit_s: float,
+    ) -> None:
+        self._reference = facts[0]
+        self.endpoints = {fact.url: self._endpoint(fact, share) for fact in facts}
+        for url in down:
+            self.endpoints[url] = self._endpoint(replace(facts[0], url=url), share)
+            self.endpoints[url].healthy = False
+        self._open_session = open_session
+        self._material = material
+        self._sampling = sampling
+        self._max_in_flight = max_in_flight
+        self._attempts = attempts
+        self._outage_limit_s = outage_limit_s
+        self._waiting: deque[tuple[int, asyncio.Future[Endpoint]]] = deque()
+        self._healthy_since = time.monotonic()
+        self._background: set[asyncio.Task[None]] = set()
+        self.stopped: BaseException | None = None
+
+    @staticmethod
+    def _endpoint(facts: ServerFacts, share: float) -> Endpoint:
+        return Endpoint(facts, facts.capacity_tokens * share, max(1, round(facts.max_running * share * 1.1)))
+
+    async def start(self) -> None:
+        """Opens the session and begins to watch the servers."""
+        self._session = self._open_session()
+        for endpoint in self.endpoints.values():
+            self._spawn(self._follow_load(endpoint))
+            if not endpoint.healthy:
+                self._spawn(self._recover(endpoint))
+        self._spawn(self._watch_outage())
+
+    async def close(self) -> None:
+        """Ends all that runs in the background."""
+        for task in self._background:
+            task.cancel()
+        await self._session.close()
+
+    def stop(self, reason: BaseException) -> None:
+        """Makes every request that waits, and every later one, raise `reason`."""
+        self.stopped = reason
+        for _, future in self._waiting:
+            if not future.done():
+                future.set_exception(reason)
+        self._waiting.clear()
+
+    @property
+    def in_flight(self) -> int:
+        return sum(endpoint.in_flight for endpoint in self.endpoints.values())
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait here for room on a server."""
+        return len(self._waiting)
+
+    async def generate(
+        self, name: str, prompt_ids: Sequence[int], expected_tokens: int
+    ) -> tuple[Answer, str, float, int]:
+        """One checked answer, the server's URL, its latency in seconds and the number of attempts.
+
+        Raises:
+            RowFailed: all attempts failed.
+            Refused: the server will never take it.
+            Unauthorized, NoServer: nothing more will get through.
+        """
+        tokens = len(prompt_ids) + expected_tokens
+        for attempt in range(1, self._attempts + 1):
+            endpoint = await self._admit(tokens)
+            try:
+                started = time.monotonic()
+                rid = f"{name}-{attempt}-{uuid.uuid4().hex[:8]}"
+                body = request_body(rid, prompt_ids, self._sampling)
+                answer = check(
+                    await post(self._session, f"{endpoint.facts.url}/generate", body), rid, prompt_ids, self._sampling
+                )
+                if answer.weight_version != endpoint.facts.weight_version:
+                    raise Transient("other weights", f"weight_version is {answer.weight_version!r} now")
+            except Transient as error:
+                failure = error
+                self._note_failure(endpoint, error)
+            else:
+                endpoint.failures = 0
+                endpoint.answers += 1
+                endpoint.output_tokens += len(answer.output_ids)
+                return answer, endpoint.facts.url, time.monotonic() - started, attempt
+            finally:
+                self._release(endpoint, tokens)
+            if attempt < self._attempts:
+                pause = min(_LONGEST_BACKOFF_S, 0.25 * 2**attempt) * random.uniform(0.5, 1.5)
+                await asyncio.sleep(max(pause, min(failure.retry_after_s, _LONGEST_BACKOFF_S)))
+        raise RowFailed(f"{self._attempts} attempts failed, the last with {failure}") from failure
+
+    async def _admit(self, tokens: int) -> Endpoint:
+        if self.stopped is not None:
+            raise self.stopped
+        endpoint = None if self._waiting else self._roomiest(tokens)
+        if endpoint is None:
+            future: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+            self._waiting.append((tokens, future))
+            try:
+                return await future
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    self._release(future.result(), tokens)
+                raise
+        return self._reserve(endpoint, tokens)
+
+    def _reserve(self, endpoint: Endpoint, tokens: int) -> Endpoint:
+        endpoint.in_flight += 1
+        endpoint.reserved += tokens
+        return endpoint
+
+    def _release(self, endpoint: Endpoint, tokens: int) -> None:
+        endpoint.in_flight -= 1
+        endpoint.reserved -= tokens
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Gives room to those who wait, in the order of their arrival."""
+        while self._waiting:
+            tokens, future = self._waiting[0]
+            if future.done():
+                self._waiting.popleft()
+                continue
+            endpoint = self._roomiest(tokens)
+            if endpoint is None:
+                return
+            self._waiting.popleft()
+            future.set_result(self._reserve(endpoint, tokens))
+
+    def _roomiest(self, tokens: int) -> Endpoint | None:
+        if self.in_flight >= self._max_in_flight:
+            return None
+        having_room = [endpoint for endpoint in self.endpoints.values() if endpoint.has_room(tokens)]
+        return min(having_room, key=lambda e: (e.reserved + tokens) / e.budget, default=None)
+
+    def _note_failure(self, endpoint: Endpoint, error: Transient) -> None:
+        endpoint.retries[error.cause] += 1
+        endpoint.failures += 1
+        lost = error.cause in ("connection lost", "other weights")
+        if endpoint.healthy and (endpoint.failures >= _FAILURES_UNTIL_DOWN or lost):
+            logger.warning("%s is taken out after %s; it is probed until it is back", endpoint.facts.url, error)
+            endpoint.healthy = False
+            self._spawn(self._recover(endpoint))
+
+    async def _recover(self, endpoint: Endpoint) -> None:
+        """Probes a lost server until it is back; an unfit one stays out."""
+        url, pause = endpoint.facts.url, 0.5
+        while True:
+            try:
+                facts = await probe(self._session, url, self._material, self._sampling)
+                if dict(facts.settings) != dict(self._reference.settings):
+                    raise Unfit(f"it came back with other settings: {dict(facts.settings)}")
+                if not same_model(facts.prompt_logprobs, self._reference.prompt_logprobs):
+                    raise Unfit("it came back with another model")
+            except Transient:
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, 15.0)
+            except Unfit as unfit:
+                endpoint.unfit = str(unfit)
+                logger.error("%s stays out: %s", url, unfit)
+                if all(e.unfit for e in self.endpoints.values()):
+                    self.stop(NoServer(f"No server is fit any more; {url}: {unfit}"))
+                return
+            else:
+                logger.warning("%s is back", url)
+                endpoint.facts, endpoint.failures, endpoint.healthy = facts, 0, True
+                self._admit_waiting()
+                return
+
+    async def _follow_load(self, endpoint: Endpoint) -> None:
+        while True:
+            await asyncio.sleep(_FEEDBACK_S)
+            if not endpoint.healthy:
+                endpoint.load = Load()
+                continue
+            try:
+                ranks = (await get(self._session, f"{endpoint.facts.url}/v1/loads?include=core,queues", 5))["loads"]
+                load = Load(
+                    sum(rank["num_running_reqs"] for rank in ranks),
+                    sum(rank["num_waiting_reqs"] for rank in ranks),
+                    max((rank["token_usage"] for rank in ranks), default=0.0),
+                    sum(rank["gen_throughput"] for rank in ranks),
+                )
+            except (Transient, KeyError, TypeError):
+                continue  # the requests themselves tell whether it is alive
+            endpoint.adapt(load, starved=bool(self._waiting))
+            self._admit_waiting()
+
+    async def _watch_outage(self) -> None:
+        said = False
+        while True:
+            await asyncio.sleep(1.0)
+            if any(endpoint.healthy for endpoint in self.endpoints.values()):
+                self._healthy_since, said = time.monotonic(), False
+                continue
+            down_s = time.monotonic() - self._healthy_since
+            if down_s > self._outage_limit_s:
+                self.stop(
+                    NoServer(
+                        f"No server has answered for {down_s:.0f} s ({', '.join(self.endpoints)}). Start one and run the "
+                        "same command again; what is finished is kept."
+                    )
+                )
+                return
+            if not said:
+                logger.warning("No server answers; waiting up to %.0f s.", self._outage_limit_s)
+                said = True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.stop(error)
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(ended)
+
+
+class AnswerLengths:
+    """Expected answer length of each partition, in tokens: the running mean of what has come back."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self._first_guess = max(1, max_new_tokens // 2)
+        self._most = max_new_tokens
+        self._means: dict[str, float] = {}
+
+    def expected(self, partition: str) -> int:
+        return min(self._most, round(self._means.get(partition, self._first_guess)) + 1)
+
+    def learn(self, partition: str, tokens: int) -> None:
+        mean = self._means.get(partition, float(self._first_guess))
+        self._means[partition] = mean + 0.02 * (tokens - mean)

@@ -1,0 +1,59 @@
+"""HTTP to SGLang: a session, and GET and POST whose failures are told apart by what to do about them."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
+
+
+def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
+    """A session without a connection limit (the fleet decides what is in flight); call it inside a running loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+    )
+
+
+async def get(session: aiohttp.ClientSession, url: str, timeout_s: float = 20) -> Any:
+    """The JSON behind a GET. Raises Transient, Refused or Unauthorized."""
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            return await _json(response)
+    except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+        raise _lost(error) from None
+
+
+async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
+    """The JSON behind a POST. Raises Transient, Refused or Unauthorized."""
+    try:
+        async with session.post(url, json=body) as response:
+            return await _json(response)
+    except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+        raise _lost(error) from None
+
+
+async def _json(response: aiohttp.ClientResponse) -> Any:
+    status = response.status
+    if status == 200:
+        try:
+            return await response.json()
+        except ValueError as error:
+            raise Transient("not JSON", str(error)[:200]) from None
+    detail = (await response.text())[:500]
+    if status == 429 or status == 408 or status >= 500:
+        wish = response.headers.get("Retry-After", "")
+        raise Transient(f"HTTP {status}", detail, float(wish) if wish.isdigit() else 0.0)
+    if status in (401, 403, 404):
+        raise Unauthorized(f"HTTP {status}: {detail}")
+    raise Refused(f"HTTP {status}: {detail}")
+
+
+def _lost(error: BaseException) -> Transient:
+    if isinstance(error, TimeoutError):
+        return Transient("timeout", "")
+    if isinstance(error, aiohttp.ContentTypeError):
+        return Transient("not JSON", error.message)
+    return Transient("connection lost", f"{type(error).__name__} {error}".strip())

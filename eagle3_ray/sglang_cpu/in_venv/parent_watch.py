@@ -1,0 +1,27 @@
+"""Ties the life of a process tree to the process that started it."""
+
+import os
+import signal
+import threading
+import time
+
+PARENT = "EAGLE3_RAY_SERVER_PARENT"
+"""Environment: the process without which this one shall not live."""
+
+
+def die_with_parent(poll_s: float = 0.5) -> None:
+    """Kills the whole process group once the parent is gone, however it went.
+
+    sglang 0.5.23: children ask the kernel for a signal at their parent's death, but only after importing torch, and
+    the server asks for none. That signal is also tied to the *thread* that started the process; a server started from
+    a short-lived thread would die early. The parent's process id has neither fault.
+    """
+    parent = int(os.environ.get(PARENT, os.getppid()))
+    os.environ[PARENT] = str(os.getpid())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll_s)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()

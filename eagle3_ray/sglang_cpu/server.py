@@ -1,0 +1,85 @@
+"""A real SGLang server on this machine's CPU.
+
+    with Server(model()) as server:
+        requests.post(server.url + "/generate", json={"input_ids": [1, 2, 3]})
+
+float32 and one thread are the defaults: float32 because speculative decoding then equals plain greedy decoding token
+for token, one thread because torch's threads spin against each other where other work shares the machine.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from eagle3_ray.sglang_cpu.processes import HOST, ServerProcess, free_port
+from eagle3_ray.sglang_cpu.venv import install
+
+LAUNCH = Path(__file__).parent / "in_venv" / "launch.py"
+
+
+class Server(ServerProcess):
+    """SGLang serving `model`, speculating with the EAGLE-3 `drafter` if one is given."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        port: int = 0,
+        args: Sequence[str] = (),
+        drafter: Path | None = None,
+        kv_tokens: int = 16384,
+        log: Path | None = None,
+        startup_timeout_s: float = 300,
+        threads: int = 1,
+        env: Mapping[str, str] | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        """`args` are more SGLang arguments, `env` more environment (a plugin's PYTHONPATH, say)."""
+        port = port or free_port()
+        super().__init__(
+            [install(cache) / "bin" / "python", LAUNCH, *sglang_arguments(model, port, kv_tokens, drafter, args)],
+            port=port,
+            env=server_environment(threads) | dict(env or {}),
+            log=log,
+            startup_timeout_s=startup_timeout_s,
+        )
+
+
+def sglang_arguments(model: Path, port: int, kv_tokens: int, drafter: Path | None, args: Sequence[str]) -> list[str]:
+    """The server's command line; `args` come last and so win over what stands before them."""
+    # sglang 0.5.23: the EAGLE-3 worker knows the AMX attention backend only, which launch.py stands in for
+    speculative = drafter is not None or "--speculative-algorithm" in args
+    options = {
+        "--model-path": str(model),
+        "--device": "cpu",
+        "--dtype": "float32",
+        "--host": HOST,
+        "--port": str(port),
+        "--attention-backend": "intel_amx" if speculative else "torch_native",
+        "--cuda-graph-backend-decode": "disabled",
+        "--cuda-graph-backend-prefill": "disabled",
+        "--mem-fraction-static": "0.2",
+        "--max-total-tokens": str(kv_tokens),
+    }
+    if drafter is not None:
+        options |= {
+            "--speculative-algorithm": "EAGLE3",
+            "--speculative-draft-model-path": str(drafter),
+            "--speculative-num-steps": "3",
+            "--speculative-eagle-topk": "1",
+            "--speculative-num-draft-tokens": "4",
+        }
+    words = [word for option in options.items() for word in option]
+    return [*words, "--disable-radix-cache", "--sleep-on-idle", *args]
+
+
+def server_environment(threads: int) -> dict[str, str]:
+    """This process's environment, less what would put the product's packages in front of SGLang's own."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return inherited | {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "EAGLE3_RAY_SERVER_PARENT": str(os.getpid()),
+    }

@@ -1,0 +1,111 @@
+"""The target model's files: where they are, and hashes that tell one model, tokenizer or chat template from another."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "*.tiktoken")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenization_*.py")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
+_SAMPLE_BYTES = 1 << 20
+
+
+class TargetError(ValueError):
+    """The target model's files cannot be used; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target model's folder. Weights may be absent: generation needs only the tokenizer and the config."""
+
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: ids from 0 to vocab_size - 1 can be sent to a server of this model."""
+        return int(self._text_config["vocab_size"])
+
+    @property
+    def _text_config(self) -> dict[str, Any]:
+        inner = self.config.get("text_config")  # multimodal models such as Kimi-K2.5 nest the language model
+        return inner if isinstance(inner, dict) and "vocab_size" in inner else self.config
+
+    def stop_ids(self) -> list[int]:
+        """The tokens that end an answer: `eos_token_id` of generation_config.json, else of config.json."""
+        generation = _read_json(self.folder / "generation_config.json", missing={})
+        eos = generation.get("eos_token_id", self._text_config.get("eos_token_id", []))
+        return [eos] if isinstance(eos, int) else sorted(set(eos or []))
+
+    def fingerprint(self) -> dict[str, str | None]:
+        """Hashes of the tokenizer, its settings, the chat template, the config and the weights (sampled; None if absent)."""
+        return {
+            "target.tokenizer": _hash_files(self._match(_TOKENIZER_FILES)),
+            "target.tokenizer_settings": _hash_files(self._match(_TOKENIZER_SETTINGS)),
+            "target.chat_template": _hash_files(self._match(("chat_template*",))),
+            "target.config": _hash_files([self.folder / "config.json"]),
+            "target.weights": _hash_files(self._match(_WEIGHT_FILES), sampled=True),
+        }
+
+    def _match(self, patterns: Iterable[str]) -> list[Path]:
+        return sorted({path for pattern in patterns for path in self.folder.glob(pattern)})
+
+
+def resolve(model: str) -> TargetFiles:
+    """The files of `model`, a folder or a Hugging Face name (then all but the weights are fetched, or read from its cache).
+
+    Raises:
+        TargetError: no such folder or name, or a file is missing.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        folder = _fetch(model)
+    config = _read_json(folder / "config.json", missing=None)
+    if config is None:
+        raise TargetError(f"target.model={model}: {folder} has no config.json, so it is no model folder.")
+    files = TargetFiles(folder, config)
+    if "vocab_size" not in files._text_config:
+        raise TargetError(f"target.model={model}: {folder / 'config.json'} does not tell vocab_size.")
+    return files
+
+
+def _fetch(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(model, ignore_patterns=[*_WEIGHT_FILES, "*.pt", "*.pth", "*.onnx"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise TargetError(
+            f"target.model={model} is no folder here and could not be fetched by that name ({first_line}). "
+            "Set target.model to a folder that holds config.json and the tokenizer."
+        ) from None
+
+
+def _read_json(path: Path, missing: Any) -> Any:
+    return json.loads(path.read_text()) if path.exists() else missing
+
+
+def _hash_files(paths: Iterable[Path], sampled: bool = False) -> str | None:
+    """Hash of names and contents; of large weight files the size and the first and last MiB stand for the whole.
+
+    The first MiB of a safetensors file holds the names, shapes and offsets of all its tensors.
+    """
+    digest = hashlib.sha256()
+    names = 0
+    for path in paths:
+        names += 1
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if not sampled or size <= 2 * _SAMPLE_BYTES:
+                digest.update(file.read())
+            else:
+                digest.update(size.to_bytes(8, "little") + file.read(_SAMPLE_BYTES))
+                file.seek(-_SAMPLE_BYTES, 2)
+                digest.update(file.read())
+    return digest.hexdigest()[:16] if names else None

@@ -1,0 +1,241 @@
+"""What happens in a generate run while it runs: actors report to one named actor, the driver prints what it says.
+
+Nothing here decides what is stored. The final counts come from the data; these are for people and for stopping early.
+"""
+
+import sys
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from eagle3_ray.audit import AuditRules, Evidence
+
+_WINDOW_S = 30.0
+
+
+@dataclass
+class PartitionCounts:
+    """Rows and tokens of one partition; `journaled` rows were answered in an earlier run."""
+
+    rows: int = 0
+    rejected: int = 0
+    failed: int = 0
+    journaled: int = 0
+    output_tokens: int = 0
+
+
+@dataclass
+class EndpointState:
+    """One server, as an actor sees it."""
+
+    healthy: bool = True
+    unfit: str | None = None
+    in_flight: int = 0
+    running: int = 0
+    waiting: int = 0
+    token_usage: float = 0.0
+    tokens_per_second: float = 0.0
+    answers: int = 0
+    output_tokens: int = 0
+    retries: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Report:
+    """Everything that one actor has seen since it started; a later report replaces the earlier one."""
+
+    partitions: dict[str, PartitionCounts]
+    evidence: dict[str, Evidence]
+    endpoints: dict[str, EndpointState]
+    queued: int = 0
+    first_request: float | None = None
+    last_answer: float | None = None
+    last_failure: str | None = None
+
+
+@dataclass
+class View:
+    """The reports of all actors together."""
+
+    partitions: dict[str, PartitionCounts] = field(default_factory=dict)
+    endpoints: dict[str, EndpointState] = field(default_factory=dict)
+    queued: int = 0
+    first_request: float | None = None
+    last_answer: float | None = None
+    last_failure: str | None = None
+    best_tokens_per_second: float = 0.0
+    stop_reason: str | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(counts.output_tokens for counts in self.partitions.values())
+
+    @property
+    def answers(self) -> int:
+        return sum(endpoint.answers for endpoint in self.endpoints.values())
+
+    @property
+    def generating_s(self) -> float:
+        """Seconds from the first request to the last answer."""
+        if self.first_request is None or self.last_answer is None:
+            return 0.0
+        return self.last_answer - self.first_request
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.generating_s if self.generating_s > 0 else 0.0
+
+
+class Telemetry:
+    """The named actor. `report` answers with the reason to stop, if there is one."""
+
+    def __init__(self, rules: AuditRules) -> None:
+        self._rules = rules
+        self._reports: dict[str, Report] = {}
+        self._stop_reason: str | None = None
+        self._speeds: deque[tuple[float, float]] = deque()
+        self._totals: deque[tuple[float, int]] = deque()
+        self._best = 0.0
+
+    def report(self, writer: str, report: Report) -> str | None:
+        self._reports[writer] = report
+        self._follow_best(self.view())
+        if self._stop_reason is None:
+            self._stop_reason = self._finding()
+        return self._stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Says why the run ends early, for the driver to print."""
+        self._stop_reason = self._stop_reason or reason
+
+    def view(self) -> View:
+        """All reports added up; what a server says of itself is taken once, from whoever reported it last."""
+        view = View(best_tokens_per_second=self._best, stop_reason=self._stop_reason)
+        for report in self._reports.values():
+            for name, counts in report.partitions.items():
+                total = view.partitions.setdefault(name, PartitionCounts())
+                for key, value in vars(counts).items():
+                    setattr(total, key, getattr(total, key) + value)
+            for url, state in report.endpoints.items():
+                known = view.endpoints.get(url, EndpointState())
+                view.endpoints[url] = EndpointState(
+                    **{
+                        **vars(state),
+                        "in_flight": known.in_flight + state.in_flight,
+                        "answers": known.answers + state.answers,
+                        "output_tokens": known.output_tokens + state.output_tokens,
+                        "retries": known.retries + state.retries,
+                    }
+                )
+            view.queued += report.queued
+            view.last_failure = report.last_failure or view.last_failure
+            starts = [t for t in (view.first_request, report.first_request) if t is not None]
+            ends = [t for t in (view.last_answer, report.last_answer) if t is not None]
+            view.first_request, view.last_answer = min(starts, default=None), max(ends, default=None)
+        return view
+
+    def _follow_best(self, view: View) -> None:
+        """The servers' best: the highest mean over 30 s of what they say they generate, or, where higher, of what came."""
+        now = time.monotonic()
+        self._speeds.append((now, sum(state.tokens_per_second for state in view.endpoints.values())))
+        self._totals.append((now, view.output_tokens))
+        for window in (self._speeds, self._totals):
+            while now - window[0][0] > _WINDOW_S:
+                window.popleft()
+        if now - self._speeds[0][0] > 0.8 * _WINDOW_S:
+            said = sum(speed for _, speed in self._speeds) / len(self._speeds)
+            came = (self._totals[-1][1] - self._totals[0][1]) / (now - self._totals[0][0])
+            self._best = max(self._best, said, came)
+
+    def _finding(self) -> str | None:
+        merged: dict[str, Evidence] = {}
+        for report in self._reports.values():
+            for partition, evidence in report.evidence.items():
+                merged.setdefault(partition, Evidence()).merge(evidence)
+        findings = (evidence.finding(partition, self._rules) for partition, evidence in merged.items())
+        return next((finding for finding in findings if finding is not None), None)
+
+
+class Progress:
+    """Prints a line every few seconds (on a terminal: one line that renews itself) from a thread of the driver."""
+
+    def __init__(self, telemetry: Any, expected: dict[str, int], done: dict[str, int], every_s: float = 5.0) -> None:
+        self._telemetry = telemetry
+        self._expected = expected
+        self._done = done
+        self._every_s = every_s
+        self._history: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        if sys.stderr.isatty():
+            sys.stderr.write("\n")
+
+    def _run(self) -> None:
+        while not self._end.wait(self._every_s):
+            try:
+                view = ray.get(self._telemetry.view.remote(), timeout=10)
+            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                continue
+            line = self.line(view)
+            end, start = ("", "\r\x1b[K") if sys.stderr.isatty() else ("\n", "")
+            sys.stderr.write(f"{start}{line}{end}")
+            sys.stderr.flush()
+
+    def line(self, view: View) -> str:
+        """One line: per partition done/total, then rates of the last half minute, what went wrong, and the time left."""
+        now = time.monotonic()
+        self._history.append((now, view.answers, view.output_tokens))
+        while now - self._history[0][0] > _WINDOW_S:
+            self._history.popleft()
+        since, answers, tokens = self._history[0]
+        seconds = max(now - since, 1e-6)
+        requests_s, tokens_s = (view.answers - answers) / seconds, (view.output_tokens - tokens) / seconds
+        partitions, left = [], 0
+        rejected = failed = 0
+        for name, total in self._expected.items():
+            counts = view.partitions.get(name, PartitionCounts())
+            done = min(total, self._done.get(name, 0) + counts.rows + counts.rejected)
+            partitions.append(f"{name} {done}/{total}")
+            left += total - done - counts.failed
+            rejected, failed = rejected + counts.rejected, failed + counts.failed
+        mean = view.output_tokens / view.answers if view.answers else 0
+        share = (
+            f" ({tokens_s / view.best_tokens_per_second:.0%} of the servers' best)"
+            if view.best_tokens_per_second
+            else ""
+        )
+        in_flight = sum(endpoint.in_flight for endpoint in view.endpoints.values())
+        parts = [
+            ", ".join(partitions),
+            f"{requests_s:.1f} req/s, {mean:.0f} tokens mean, {tokens_s:.0f} tokens/s{share}",
+            f"{in_flight} in flight",
+            f"rejected {rejected}, failed {failed}",
+            f"ETA {_duration(left / requests_s)}" if requests_s > 0 else "ETA unknown",
+        ]
+        down = [url for url, endpoint in view.endpoints.items() if not endpoint.healthy]
+        if down:
+            parts.append(f"DOWN: {', '.join(down)}")
+        return f"{time.strftime('%H:%M:%S')} " + " | ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def start(rules: AuditRules) -> Any:
+    """Starts the actor; it ends with the job."""
+    return ray.remote(Telemetry).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(rules)

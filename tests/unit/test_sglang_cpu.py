@@ -1,0 +1,274 @@
+"""The parts of the CPU server that need no SGLang: pins, marker, ports, and the life and death of process trees."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from eagle3_ray.sglang_cpu import InstallFailed, ServerFailed, processes, venv
+from eagle3_ray.sglang_cpu.__main__ import main, parse
+from eagle3_ray.sglang_cpu.cache import cache_folder, locked
+from eagle3_ray.sglang_cpu.processes import ServerProcess, free_port, group_members
+from eagle3_ray.sglang_cpu.server import LAUNCH, server_environment, sglang_arguments
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+WITH_CHILDREN = """
+import subprocess, sys
+for _ in range(2):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("line before healthy", flush=True)
+"""
+
+# A tree like SGLang's: a server that spawns a child, which imports the server's main file again
+WATCHED_MAIN = f"""
+import multiprocessing, sys, time
+sys.path.append({str(LAUNCH.parent)!r})
+from parent_watch import die_with_parent
+die_with_parent(poll_s=0.05)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=time.sleep, args=(600,)).start()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def toy(script: str, log: Path, timeout_s: float = 20, port: int = 0) -> ServerProcess:
+    port = port or free_port()
+    return ServerProcess(
+        [sys.executable, "-c", script, str(port)], port=port, env=os.environ, log=log, startup_timeout_s=timeout_s
+    )
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 10) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# Pins and the install's marker
+
+
+def test_every_pin_is_exact_and_torch_comes_first_and_alone() -> None:
+    first, *rest = venv.read_steps()
+    assert first.requirements == ("torch==2.13.0",)
+    assert all("==" in requirement for step in rest for requirement in step.requirements)
+    assert [step.options for step in rest] == [("--no-deps",), ()]
+
+
+def test_another_byte_in_the_pins_is_another_environment(tmp_path: Path) -> None:
+    other = tmp_path / "pins.toml"
+    other.write_text(venv.PINS.read_text() + "#")
+    assert venv.venv_folder(tmp_path, other) != venv.venv_folder(tmp_path) == venv.venv_folder(tmp_path)
+
+
+def test_the_cache_folder_is_the_argument_then_the_environment_then_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("EAGLE3_RAY_CACHE", raising=False)
+    assert cache_folder() == tmp_path / "home" / ".cache" / "eagle3_ray"
+    monkeypatch.setenv("EAGLE3_RAY_CACHE", str(tmp_path / "set"))
+    assert cache_folder() == tmp_path / "set"
+    assert cache_folder(tmp_path / "given") == tmp_path / "given"
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What install would run; only the folder that `python -m venv` makes is real."""
+    seen: list[list[str]] = []
+
+    def record(command: Sequence[str | Path], remedy: str) -> None:
+        seen.append(list(map(str, command)))
+        if "venv" in seen[-1]:
+            Path(seen[-1][-1]).mkdir()
+
+    monkeypatch.setattr(venv, "run", record)
+    return seen
+
+
+def test_a_finished_install_is_not_repeated(tmp_path: Path, commands: list[list[str]]) -> None:
+    folder = venv.install(tmp_path)
+    assert len(commands) == 4
+    assert venv.install(tmp_path) == folder
+    assert len(commands) == 4
+
+
+def test_a_killed_install_is_made_again_from_nothing(tmp_path: Path, commands: list[list[str]]) -> None:
+    half = venv.venv_folder(tmp_path)
+    half.mkdir()
+    (half / "half a package").touch()
+    venv.install(tmp_path)
+    assert [path.name for path in half.iterdir()] == [venv.MARKER]
+    assert len(commands) == 4
+
+
+def test_two_installs_at_once_run_one_after_the_other(tmp_path: Path, commands: list[list[str]]) -> None:
+    both = [threading.Thread(target=venv.install, args=(tmp_path,)) for _ in range(2)]
+    with locked(tmp_path / f"{venv.venv_folder(tmp_path).name}.lock"):
+        for one in both:
+            one.start()
+        time.sleep(0.2)
+        assert commands == []
+    for one in both:
+        one.join()
+    assert len(commands) == 4
+
+
+def test_a_failing_step_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> None:
+    script = "for i in range(40): print('line', i)\nraise SystemExit(3)"
+    with pytest.raises(InstallFailed, match=r"exit code 3\. Plug it in\.") as failure:
+        venv.run([sys.executable, "-c", script], remedy="Plug it in.")
+    lines = str(failure.value).splitlines()
+    assert lines[-1] == "line 39"
+    assert len(lines) <= venv.TAIL_LINES + 4
+
+
+# The command line
+
+
+def test_arguments_of_serve_that_are_not_ours_go_to_sglang_last() -> None:
+    arguments, rest = parse(["serve", "--port", "7", "--dtype", "bfloat16"])
+    words = sglang_arguments(Path("m"), arguments.port, 64, None, rest)
+    assert words[-2:] == ["--dtype", "bfloat16"]
+    assert words[words.index("--port") + 1] == "7"
+
+
+def test_arguments_that_install_does_not_know_are_refused() -> None:
+    with pytest.raises(SystemExit):
+        parse(["install", "--dtype", "bfloat16"])
+
+
+def test_speculation_asks_for_the_backend_that_the_launcher_stands_in_for() -> None:
+    def backend(drafter: Path | None, args: list[str]) -> str:
+        words = sglang_arguments(Path("m"), 1, 64, drafter, args)
+        return words[words.index("--attention-backend") + 1]
+
+    assert backend(None, []) == "torch_native"
+    assert backend(Path("d"), []) == backend(None, ["--speculative-algorithm", "EAGLE3"]) == "intel_amx"
+
+
+def test_the_product_s_python_path_stays_out_of_sglang_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "product")
+    environment = server_environment(threads=3)
+    assert "PYTHONPATH" not in environment
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_failure_is_one_message_and_exit_code_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Path:
+        raise InstallFailed("No disk. Buy one.")
+
+    monkeypatch.setattr("eagle3_ray.sglang_cpu.__main__.install", fail)
+    assert main(["install"]) == 1
+    assert capsys.readouterr().err == "InstallFailed: No disk. Buy one.\n"
+
+
+# Ports
+
+
+def test_free_ports_differ_and_a_server_may_bind_them() -> None:
+    ports = [free_port() for _ in range(20)]
+    assert len(set(ports)) == 20
+    for port in ports:
+        processes.require_free(port)
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = toy(HEALTHY, tmp_path / "log", port=taken.getsockname()[1])
+        with pytest.raises(ServerFailed, match="is taken"):
+            server.start()
+    assert not (tmp_path / "log").exists()
+
+
+# Processes
+
+
+def test_a_server_that_ends_early_fails_at_once_with_its_last_lines(tmp_path: Path) -> None:
+    script = "for i in range(40): print('line', i)\nraise SystemExit(3)"
+    started = time.monotonic()
+    with pytest.raises(ServerFailed, match="ended while starting, with exit code 3") as failure:
+        toy(script, tmp_path / "log", timeout_s=60).start()
+    assert time.monotonic() - started < 10
+    assert str(failure.value).splitlines()[1:] == [f"line {i}" for i in range(20, 40)]
+
+
+def test_a_silent_server_fails_after_its_time_and_is_killed(tmp_path: Path) -> None:
+    server = toy(WITH_CHILDREN + "import time; time.sleep(600)", tmp_path / "log", timeout_s=1)
+    started = time.monotonic()
+    with pytest.raises(ServerFailed, match=r"no healthy answer within 1 s.*\n.*line before healthy"):
+        server.start()
+    assert time.monotonic() - started < 10
+    assert group_members(server.pid) == []
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_ending_a_server_ends_its_children(tmp_path: Path, end: str) -> None:
+    server = toy(WITH_CHILDREN + HEALTHY, tmp_path / "log").start()
+    assert len(group_members(server.pid)) == 3
+    getattr(server, end)()
+    assert group_members(server.pid) == []
+    assert not server.healthy()
+
+
+def test_children_that_outlive_a_crashed_server_are_ended_too(tmp_path: Path) -> None:
+    with toy(WITH_CHILDREN + HEALTHY, tmp_path / "log") as server:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerFailed, match="killed by SIGKILL"):
+            server.wait()
+        assert len(group_members(server.pid)) == 2
+    assert group_members(server.pid) == []
+
+
+def test_an_exception_in_the_with_block_stops_the_server(tmp_path: Path) -> None:
+    server = toy(WITH_CHILDREN + HEALTHY, tmp_path / "log")
+    with pytest.raises(ZeroDivisionError), server:
+        raise ZeroDivisionError
+    assert group_members(server.pid) == []
+
+
+@pytest.mark.parametrize("victim", ["owner", "server"])
+def test_a_watched_tree_dies_with_its_owner_and_with_its_server(tmp_path: Path, victim: str) -> None:
+    (tmp_path / "main.py").write_text(WATCHED_MAIN)
+    owner_script = (
+        "import os, subprocess, sys\n"
+        "environment = os.environ | {'EAGLE3_RAY_SERVER_PARENT': str(os.getpid())}\n"
+        "server = subprocess.Popen([sys.executable, 'main.py'], env=environment, start_new_session=True,\n"
+        "                          stdout=subprocess.PIPE)\n"
+        "server.stdout.readline()\n"
+        "print(server.pid, flush=True)\n"
+        "server.wait(); import time; time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", owner_script], cwd=tmp_path, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        server_pid = int(owner.stdout.readline())
+        try:
+            time.sleep(1)  # long enough for a wrong idea of who the parent is to end the tree
+            assert len(group_members(server_pid)) == 3, "the server, its child and multiprocessing's tracker"
+            os.kill(owner.pid if victim == "owner" else server_pid, signal.SIGKILL)
+            assert eventually(lambda: group_members(server_pid) == [])
+        finally:
+            owner.kill()
+            for pid in group_members(server_pid):
+                os.kill(pid, signal.SIGKILL)

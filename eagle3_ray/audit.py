@@ -29,7 +29,7 @@ def judge(output_ids: Sequence[int], has_tools: bool, rules: AuditRules) -> str 
 
     Calls of tools are written with special tokens, so these are looked for only where the prompt has no tools.
     """
-    body = output_ids[:-1] if output_ids[-1] in rules.stop_ids else output_ids
+    body = output_ids[:-1] if output_ids and output_ids[-1] in rules.stop_ids else output_ids
     if not body:
         return "empty answer"
     if not has_tools:

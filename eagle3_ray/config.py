@@ -22,6 +22,8 @@ def _split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+_RAY_COPY = "/runtime_resources/working_dir_files/"
+
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
 """A list of strings; `a,b` on the command line means two of them."""
 
@@ -38,7 +40,10 @@ class Run(Section):
     def _is_a_folder(cls, value: str) -> str:
         if "://" in value:
             raise ValueError("has to be a folder on a file system that every node mounts, not a URL")
-        return str(Path(value).expanduser().absolute())
+        path = str(Path(value).expanduser().absolute())
+        if _RAY_COPY in path:  # ray job submit --working-dir runs the job in a copy that Ray deletes
+            raise ValueError("is inside Ray's copy of the working directory, which is deleted; give an absolute path")
+        return path
 
 
 class Target(Section):
@@ -117,8 +122,8 @@ class Config(Section):
     run: Run
     target: Target
     prompts: Prompts
-    generate: Generate = Field(default_factory=Generate)
-    audit: Audit = Field(default_factory=Audit)
+    generate: Generate = Field(default_factory=lambda: Generate())
+    audit: Audit = Field(default_factory=lambda: Audit())
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -162,7 +167,7 @@ def _read(source: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has to hold sections such as 'run:' and 'target:'.")
-    return tree
+    return {name: {} if section is None else section for name, section in tree.items()}  # `generate:` and no more
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -184,7 +189,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _explain(finding: Any) -> str:
     key = ".".join(str(part) for part in finding["loc"])
     if finding["type"] == "missing":
-        return f"{key} is not set. Set it in the YAML file or as {key}=VALUE."
+        needed = [name for name, field in keys() if field.is_required() and f"{name}.".startswith(f"{key}.")]
+        return "\n".join(f"{name} is not set. Set it in the YAML file or as {name}=VALUE." for name in needed)
     if finding["type"] == "extra_forbidden":
         known = [*Config.model_fields, *(name for name, _ in keys())]
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)

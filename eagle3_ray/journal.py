@@ -4,6 +4,7 @@ Ray Data commits a block when its last row is done. Until then a row stands here
 `sequence_id JSON`, one file a writer. A writer that died leaves at most a torn last line, which is skipped.
 """
 
+import errno
 import json
 import uuid
 from pathlib import Path
@@ -24,6 +25,7 @@ class Journal:
         for path in sorted(folder.glob("*.jsonl")):
             self._index(path)
         self._file = (folder / f"{uuid.uuid4().hex}.jsonl").open("ab", buffering=0)
+        self._start = ""
 
     def get(self, sequence_id: str) -> dict[str, Any] | None:
         """The answer of an earlier writer, None where there is none or its line is damaged."""
@@ -41,11 +43,11 @@ class Journal:
 
     def append(self, sequence_id: str, answer: dict[str, Any]) -> None:
         """Hands the line to the operating system in one write; it survives this process. Raises OSError (disk full)."""
-        line = f"{sequence_id} {json.dumps(answer)}\n".encode()
-        written = self._file.write(line)
-        if written != len(line):  # a full disk can take a part of the line
-            self._file.write(b"\n")
-            raise OSError(28, "the disk is full", self._file.name)
+        line = f"{self._start}{sequence_id} {json.dumps(answer)}\n".encode()
+        self._start = "\n"  # a full disk can take a part of the line; the next one must not go on behind it
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "the disk is full", self._file.name)
+        self._start = ""
 
     def _index(self, path: Path) -> None:
         with path.open("rb") as file:

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle3_ray.prompts import BadPrompt, Prompt, Source, parse, read
+from eagle3_ray.prompts import BadPrompt, Prompt, Source, parse, read, stamp
 from eagle3_ray.runs import RunError, write_json
 
 _PART_SCHEMA = pa.schema(
@@ -29,7 +29,7 @@ _PART_SCHEMA = pa.schema(
         ("file", pa.string()),
         ("line", pa.int64()),
         ("prompt_ids", pa.list_(pa.int32())),  # of the first turn
-        ("conversation", pa.string()),  # JSON of turns, tools and template options where there is more than one turn
+        ("conversation", pa.string()),  # JSON of turns, tools, template options; null for one turn without tools
         ("turns", pa.int32()),
         ("content_sha", pa.string()),  # of all that decides the prompts; null for bad rows
         ("reason", pa.string()),
@@ -130,12 +130,21 @@ class Plan:
 
     @property
     def prompt_tokens(self) -> int:
+        """Prompt tokens of the first turns, all samples counted."""
         return sum(p.prompt_tokens for p in self.partitions)
 
     @property
     def answers(self) -> int:
         """Answers to generate."""
         return sum(p.expected - p.bad for p in self.partitions)
+
+    def table(self) -> str:
+        """The counts for people, a line a partition."""
+        titles = ("read", "duplicates", "over_cap", "bad", "prompts", "expected", "prompt_tokens")
+        lines = [f"{'partition':24}" + "".join(f"{title:>15}" for title in titles)]
+        for p in self.partitions:
+            lines.append(f"{p.partition:24}" + "".join(f"{getattr(p, title):>15,}" for title in titles))
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -154,9 +163,8 @@ class PlanSettings:
     samples_per_prompt: int = 1
 
     def key(self) -> str:
-        """A hash of the settings and of the size and time of each local file."""
-        stats = [Path(s.path).stat() for s in self.sources if "://" not in s.path]
-        about = {**asdict(self), "files": [(stat.st_size, stat.st_mtime_ns) for stat in stats]}
+        """A hash of the settings and of the size and time of each file."""
+        about = {**asdict(self), "files": [stamp(source) for source in self.sources]}
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
@@ -176,15 +184,14 @@ class Render:
         try:
             prompt = parse(raw, fallback_id)
             ids = self._prompt_ids(prompt)
-        except BadPrompt as bad:
-            return {**row, "prompt_ids": [], "reason": str(bad)}
-        later = prompt.turns[1:] and json.dumps(
-            {"turns": prompt.turns, "tools": prompt.tools, "chat_template_kwargs": prompt.chat_template_kwargs}
-        )
+            conversation = _conversation(prompt)
+        except BadPrompt as bad:  # a template may quote text that UTF-8 cannot hold
+            return {**row, "prompt_ids": [], "reason": str(bad).encode(errors="backslashreplace").decode()}
         content = hashlib.sha256(pa.array(ids, pa.int32()).buffers()[1])
-        content.update((later or "").encode())
+        if conversation is not None and len(prompt.turns) > 1:
+            content.update(conversation.encode())
         row |= {"prompt_id": prompt.prompt_id, "turns": max(1, len(prompt.turns)), "content_sha": content.hexdigest()}
-        return {**row, "prompt_ids": ids, "conversation": later or None}
+        return {**row, "prompt_ids": ids, "conversation": conversation}
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if prompt.input_ids is None and self._renderer is None:
@@ -207,8 +214,19 @@ def make_renderer(settings: PlanSettings) -> Any:
     )
 
 
+def _conversation(prompt: Prompt) -> str | None:
+    """What later turns and the audit need of a prompt: its messages where there are several turns, or tools."""
+    if len(prompt.turns) < 2 and not prompt.tools:
+        return None
+    about = {"turns": prompt.turns, "tools": prompt.tools, "chat_template_kwargs": prompt.chat_template_kwargs}
+    try:
+        return json.dumps(about)
+    except RecursionError:
+        raise BadPrompt("messages or tools are nested too deeply") from None
+
+
 def later_turns(prompt_id: str, conversation: str) -> Prompt:
-    """The conversation of a unit with more than one turn."""
+    """The messages of a unit whose `conversation` is kept."""
     about = json.loads(conversation)
     return Prompt(prompt_id, None, about["turns"], about["tools"], about["chat_template_kwargs"])
 
@@ -281,6 +299,9 @@ def _select(folder: Path, settings: PlanSettings, rows_folder: Path) -> list[dic
     import duckdb
 
     parts, unlimited = str(folder / "parts" / "*.parquet"), 2**62
+    if not any((folder / "parts").glob("*.parquet")):  # Ray writes no file for no rows
+        (folder / "parts").mkdir(exist_ok=True)
+        pq.write_table(_PART_SCHEMA.empty_table(), folder / "parts" / "none.parquet")
     with duckdb.connect(config={"memory_limit": "1GB", "temp_directory": str(folder / "spill")}) as db:
         db.execute(_NARROW, {"parts": parts})
         db.execute(
@@ -294,6 +315,7 @@ def _select(folder: Path, settings: PlanSettings, rows_folder: Path) -> list[dic
         for_parts = {"parts": parts, "samples": settings.samples_per_prompt}
         units = db.sql(_UNITS, params=for_parts).to_arrow_reader(_ROWS_PER_FILE)  # streams; execute() would copy
         (folder / "units").mkdir()
+        pq.write_table(units.schema.empty_table(), folder / "units" / "000000.parquet")  # stays where nothing is chosen
         for number, batch in enumerate(units):
             pq.write_table(
                 pa.Table.from_batches([batch]), folder / "units" / f"{number:06}.parquet", compression="zstd"

@@ -96,6 +96,15 @@ def read(source: Source) -> Iterator[tuple[int, bytes]]:
         ) from error
 
 
+def stamp(source: Source) -> tuple[int, int] | None:
+    """Size and time of a source's file, by which a changed one is known; None of a dataset or a file that is gone."""
+    if source.path.startswith("hf://"):
+        return None
+    filesystem, root, _ = _open_filesystem(source.path)
+    about = filesystem.get_file_info(root)
+    return (about.size, about.mtime_ns) if about.type == pafs.FileType.File else None
+
+
 def parse(raw: bytes, fallback_id: str) -> Prompt:
     """One row in the common form.
 
@@ -109,6 +118,8 @@ def parse(raw: bytes, fallback_id: str) -> Prompt:
     if not isinstance(row, dict):
         raise BadPrompt(f"not a JSON object but {type(row).__name__}")
     prompt_id = str(row["id"]) if row.get("id") is not None else fallback_id
+    if not _is_unicode(prompt_id):
+        raise BadPrompt(f"the id {prompt_id!r} is not valid Unicode")
     tools = row.get("tools") or None
     options = row.get("chat_template_kwargs") or {}
     if not (tools is None or isinstance(tools, list)):
@@ -117,6 +128,7 @@ def parse(raw: bytes, fallback_id: str) -> Prompt:
         raise BadPrompt("chat_template_kwargs is not an object")
     if row.get("input_ids") is not None:
         return Prompt(prompt_id, _checked_ids(row["input_ids"]), [], None, {})
+    options = {key: value for key, value in options.items() if value is not None}  # Arrow structs fill in nulls
     return Prompt(prompt_id, None, _split_turns(_messages(row)), tools, options)
 
 
@@ -142,7 +154,7 @@ def _find_files(path: str) -> Iterator[Source]:
         if wildcard is not None and not PurePosixPath(file).match(root):
             continue
         name = PurePosixPath(file)
-        stem = name.name.split(".")[0]
+        stem = name.name.removesuffix(next(ending for ending in _FORMATS if name.name.endswith(ending)))
         in_folder = len(inside) > 1 and (wildcard is None or stem == "prompts")
         yield Source(inside[0] if in_folder else stem, f"{scheme}{file}")
 
@@ -181,7 +193,14 @@ def _read_parquet(path: str) -> Iterator[tuple[int, bytes]]:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=1000):
             for row in batch.to_pylist():
                 number += 1
-                yield number, json.dumps(row, default=str).encode()
+                yield number, json.dumps(_without_nulls(row), default=str).encode()
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the nulls that Arrow puts where a struct of another row has a field and this one has none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _hub_source(path: str) -> Source:
@@ -197,9 +216,21 @@ def _read_hub(path: str) -> Iterator[tuple[int, bytes]]:
             f"{path}: reading a dataset by name needs `pip install 'eagle3_ray[datasets]'`."
         ) from None
     name, _, split = path.removeprefix("hf://").partition(":")
-    rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+    try:
+        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+    except ValueError as error:  # no such split, or several configurations to choose from
+        raise PromptSourceError(f"{path} cannot be opened: {error}. Name a split as hf://DATASET:SPLIT.") from None
     for number, row in enumerate(rows, start=1):
-        yield number, json.dumps(row, default=str).encode()
+        yield number, json.dumps(_without_nulls(row), default=str).encode()
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be stored: JSON can spell halves of surrogate pairs, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_ids(ids: Any) -> list[int]:
@@ -227,25 +258,26 @@ def _messages(row: dict[str, Any]) -> list[Message]:
 
 
 def _checked(message: Message) -> Message:
-    message = {key: value for key, value in message.items() if value is not None}  # Arrow structs fill in nulls
+    message = {key: value for key, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise BadPrompt(f"unknown role {role!r}")
     if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, dict) else None for part in content}
-        if kinds != {"text"}:
+        if not content or not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise BadPrompt("content that is not text")
         if not all(isinstance(part.get("text"), str) for part in content):
             raise BadPrompt("a text part without text")
+        # Many templates know strings only; some of them would print the list as Python does.
+        message["content"] = content = "".join(part["text"] for part in content)
     elif not isinstance(content, str) and role != "assistant":
         raise BadPrompt(f"a {role} message without content")
-    if role == "user" and not content:
+    if role == "user" and not str(content).strip():
         raise BadPrompt("an empty user message")
     return message
 
 
 def _from_sharegpt(message: Message) -> Message:
-    speaker, text = message.get("from"), message.get("value")
+    speaker, text = str(message.get("from")), message.get("value")
     if speaker in _SHAREGPT_ANSWERS:
         return {"role": "assistant", "content": text}
     if speaker not in _SHAREGPT_QUESTIONS:
@@ -261,7 +293,7 @@ def _split_turns(messages: list[Message]) -> list[list[Message]]:
         if message["role"] != "assistant" or (following is not None and following["role"] == "tool")
     ]
     turns: list[list[Message]] = [[]]
-    for message, following in zip(kept, [*kept[1:], None], strict=True):
+    for message, following in zip(kept, [*kept, None][1:], strict=True):
         turns[-1].append(message)
         answered_later = following is not None and following["role"] in ("assistant", "tool")
         if message["role"] in ("user", "tool") and not answered_later:

@@ -11,6 +11,9 @@ from typing import Any
 
 from eagle3_ray.prompts import BadPrompt, Message, Prompt
 
+_OURS = frozenset(("chat_template", "max_length", "padding", "return_tensors", "tokenizer_kwargs", "truncation"))
+"""Options of `apply_chat_template` that are no variables of a template: they would change or cut the ids."""
+
 
 class Renderer:
     """The target's tokenizer and chat template.
@@ -54,11 +57,21 @@ class Renderer:
     def _render(self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
         import jinja2
 
+        if not _OURS.isdisjoint(options):
+            raise BadPrompt(f"chat_template_kwargs has {min(_OURS & set(options))}, which is no variable of a template")
         try:
             ids = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **options
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise BadPrompt(f"the chat template refuses it: {error}") from None
         if not ids:
             raise BadPrompt("the chat template gives no tokens")

@@ -55,24 +55,32 @@ class RunDir:
             raise RunError(f"{path} is damaged ({error}); move the run directory aside and start another.") from None
         return manifest
 
+    def check(self, stage: str, fingerprint: Fingerprint) -> None:
+        """Holds the given fields against those that the stage's data was made with.
+
+        Raises:
+            FingerprintMismatch: names each field that differs.
+        """
+        known = self.manifest().get(stage, {}).get("fingerprint", fingerprint)
+        differing = [field for field in fingerprint if known.get(field) != fingerprint[field]]
+        if differing:
+            said = "; ".join(
+                f"{field} was {known.get(field)!r} and is now {fingerprint[field]!r}" for field in differing
+            )
+            raise FingerprintMismatch(
+                f"{self.path} holds {stage} data made with other settings: {said}. Use another run.dir, or "
+                f'"python jobs/doctor.py {self.path} --quarantine {stage}" to set the old data aside.'
+            )
+
     def claim(self, stage: str, fingerprint: Fingerprint, about: Mapping[str, Any]) -> None:
         """Writes the stage's fingerprint into the manifest, or checks it against the one that stands there.
 
         Raises:
-            FingerprintMismatch: the stage has data that was made with other settings; names each field that differs.
+            FingerprintMismatch: the stage has data that was made with other settings.
         """
+        self.check(stage, fingerprint)
         manifest = self.manifest()
         entry = manifest.setdefault(stage, {"fingerprint": dict(fingerprint), "created": _now(), "starts": 0})
-        known = entry["fingerprint"]
-        differing = [field for field in {**known, **fingerprint} if known.get(field) != fingerprint.get(field)]
-        if differing:
-            said = "; ".join(
-                f"{field} was {known.get(field)!r} and is now {fingerprint.get(field)!r}" for field in differing
-            )
-            raise FingerprintMismatch(
-                f"{self.path} holds {stage} data made with other settings: {said}. "
-                f'Use another run.dir, or "python jobs/doctor.py {self.path} --quarantine {stage}" to set the old data aside.'
-            )
         entry.update(about, starts=entry["starts"] + 1, last_start=_now())
         write_json(self.path / "manifest.json", manifest)
 

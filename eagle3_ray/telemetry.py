@@ -68,6 +68,7 @@ class View:
     last_answer: float | None = None
     last_failure: str | None = None
     best_tokens_per_second: float = 0.0
+    most_in_flight: int = 0
     stop_reason: str | None = None
 
     @property
@@ -100,6 +101,7 @@ class Telemetry:
         self._speeds: deque[tuple[float, float]] = deque()
         self._totals: deque[tuple[float, int]] = deque()
         self._best = 0.0
+        self._most_in_flight = 0
 
     def report(self, writer: str, report: Report) -> str | None:
         self._reports[writer] = report
@@ -114,7 +116,9 @@ class Telemetry:
 
     def view(self) -> View:
         """All reports added up; what a server says of itself is taken once, from whoever reported it last."""
-        view = View(best_tokens_per_second=self._best, stop_reason=self._stop_reason)
+        view = View(
+            best_tokens_per_second=self._best, most_in_flight=self._most_in_flight, stop_reason=self._stop_reason
+        )
         for report in self._reports.values():
             for name, counts in report.partitions.items():
                 total = view.partitions.setdefault(name, PartitionCounts())
@@ -141,6 +145,7 @@ class Telemetry:
     def _follow_best(self, view: View) -> None:
         """The servers' best: the highest mean over 30 s of what they say they generate, or, where higher, of what came."""
         now = time.monotonic()
+        self._most_in_flight = max(self._most_in_flight, sum(state.in_flight for state in view.endpoints.values()))
         self._speeds.append((now, sum(state.tokens_per_second for state in view.endpoints.values())))
         self._totals.append((now, view.output_tokens))
         for window in (self._speeds, self._totals):
@@ -208,7 +213,7 @@ class Progress:
             counts = view.partitions.get(name, PartitionCounts())
             done = min(total, self._done.get(name, 0) + counts.rows + counts.rejected)
             partitions.append(f"{name} {done}/{total}")
-            left += total - done - counts.failed
+            left += max(0, total - done - counts.failed)
             rejected, failed = rejected + counts.rejected, failed + counts.failed
         mean = view.output_tokens / view.answers if view.answers else 0
         share = (

@@ -18,14 +18,16 @@ from typing import Any
 import aiohttp
 
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, probe, same_model
-from eagle3_ray.sglang.protocol import Answer, Sampling, Transient, check, request_body
+from eagle3_ray.sglang.protocol import Answer, Refused, Sampling, Transient, Unauthorized, check, request_body
 from eagle3_ray.sglang.transport import get, post
 
 logger = logging.getLogger(__name__)
 
 _FEEDBACK_S = 1.0
 _FAILURES_UNTIL_DOWN = 3
+_FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
+_FULL = 0.85  # token usage from which on sglang may have to retract requests
 
 
 class RowFailed(Exception):
@@ -75,8 +77,9 @@ class Endpoint:
         enough_waiting = max(2, load.running // 10)
         if load.waiting > enough_waiting:
             self.budget = max(float(self.facts.context), min(self.budget, self.reserved) * 0.95)
-        elif load.waiting == 0 and starved:
-            self.budget = min(self.budget * 1.1, 4.0 * self.facts.capacity_tokens)
+        elif load.waiting == 0 and starved and load.token_usage < _FULL:
+            # an answer under way holds half of its tokens on average, so more than the capacity can be promised
+            self.budget = min(self.budget * 1.05, 2.0 * self.facts.capacity_tokens)
 
 
 class Fleet:
@@ -99,6 +102,7 @@ class Fleet:
         outage_limit_s: float,
     ) -> None:
         self._reference = facts[0]
+        self._share = share
         self.endpoints = {fact.url: self._endpoint(fact, share) for fact in facts}
         for url in down:
             self.endpoints[url] = self._endpoint(replace(facts[0], url=url), share)
@@ -116,7 +120,7 @@ class Fleet:
 
     @staticmethod
     def _endpoint(facts: ServerFacts, share: float) -> Endpoint:
-        return Endpoint(facts, facts.capacity_tokens * share, max(1, round(facts.max_running * share * 1.1)))
+        return Endpoint(facts, *_room(facts, share))
 
     async def start(self) -> None:
         """Opens the session and begins to watch the servers."""
@@ -183,7 +187,7 @@ class Fleet:
             finally:
                 self._release(endpoint, tokens)
             if attempt < self._attempts:
-                pause = min(_LONGEST_BACKOFF_S, 0.25 * 2**attempt) * random.uniform(0.5, 1.5)
+                pause = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5)
                 await asyncio.sleep(max(pause, min(failure.retry_after_s, _LONGEST_BACKOFF_S)))
         raise RowFailed(f"{self._attempts} attempts failed, the last with {failure}") from failure
 
@@ -262,6 +266,7 @@ class Fleet:
             else:
                 logger.warning("%s is back", url)
                 endpoint.facts, endpoint.failures, endpoint.healthy = facts, 0, True
+                endpoint.budget, endpoint.most_requests = _room(facts, self._share)
                 self._admit_waiting()
                 return
 
@@ -279,7 +284,7 @@ class Fleet:
                     max((rank["token_usage"] for rank in ranks), default=0.0),
                     sum(rank["gen_throughput"] for rank in ranks),
                 )
-            except (Transient, KeyError, TypeError):
+            except (Transient, Refused, Unauthorized, KeyError, TypeError):
                 continue  # the requests themselves tell whether it is alive
             endpoint.adapt(load, starved=bool(self._waiting))
             self._admit_waiting()
@@ -295,8 +300,8 @@ class Fleet:
             if down_s > self._outage_limit_s:
                 self.stop(
                     NoServer(
-                        f"No server has answered for {down_s:.0f} s ({', '.join(self.endpoints)}). Start one and run the "
-                        "same command again; what is finished is kept."
+                        f"No server has answered for {down_s:.0f} s ({', '.join(self.endpoints)}). Start one and run "
+                        "the same command again; what is finished is kept."
                     )
                 )
                 return
@@ -313,6 +318,11 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(ended)
+
+
+def _room(facts: ServerFacts, share: float) -> tuple[float, int]:
+    """The first budget of tokens, and the most requests; a tenth more than run at once, so that none waits for us."""
+    return facts.capacity_tokens * share, max(1, round(facts.max_running * share * 1.1))
 
 
 class AnswerLengths:

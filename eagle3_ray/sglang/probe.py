@@ -1,10 +1,11 @@
 """Does this server hand over exactly the target's tokens? Measured before the first row, and when a server comes back.
 
 The order matters: a server with a smaller vocabulary dies of an id that it does not have (sglang 0.5.23), so the probe
-sends text first, and ids only after the server's tokenizer has shown that it knows them.
+asks for the vocabulary first, then sends text, and ids only after the server's tokenizer has shown that it knows them.
 """
 
 import asyncio
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -12,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from eagle3_ray.sglang.protocol import Answer, Refused, Sampling, Transient, Unauthorized, check, request_body
+from eagle3_ray.sglang.protocol import Answer, Refused, Sampling, Unauthorized, WrongAnswer, check, request_body
 from eagle3_ray.sglang.transport import get, post
 
 _FORCE = 1e4  # logit bias that makes a token certain
@@ -72,19 +73,22 @@ async def probe(session: aiohttp.ClientSession, url: str, material: ProbeMateria
         Transient: it cannot be reached or is not ready.
     """
     try:
-        model = await get(session, f"{url}/model_info")
-        server = await get(session, f"{url}/server_info")
-        served = await get(session, f"{url}/v1/models")
+        model = await _info(session, f"{url}/model_info")
+        server = await _info(session, f"{url}/server_info")
+        served = await _info(session, f"{url}/v1/models")
         _check_model(model, material)
         room = _check_room(server, served, sampling)
         warnings = _parser_warnings(model)
+        await _check_vocabulary(session, url, sampling)
         warnings += await _check_tokenizer(session, url, material)
         facts = await _check_prompt(session, url, material, sampling)
         await _check_forced_tokens(session, url, material, sampling)
     except Refused as refused:
-        raise Unfit(f"{url} refuses a probe request: {refused}. Is it a stock SGLang 0.5.23 or later?") from None
+        raise Unfit(f"it refuses a probe request: {refused}. Is it a stock SGLang 0.5.23 or later?") from None
     except Unauthorized as error:
-        raise Unfit(f"{url} lets nobody in: {error}. Set generate.api_key_env to the variable with its key.") from None
+        if error.status == 404:
+            raise Unfit(f"it lacks a path of SGLang: {error}. Is it a stock SGLang 0.5.23, asked directly?") from None
+        raise Unfit(f"it lets nobody in: {error}. Set generate.api_key_env to the variable with its key.") from None
     settings = {f"engine.{name}": server.get(name) for name in _TOKEN_SETTINGS}
     answer, prompt_logprobs = facts
     return ServerFacts(
@@ -119,8 +123,8 @@ def compare(facts: Sequence[ServerFacts]) -> list[str]:
         difference = logprob_difference(first.prompt_logprobs, other.prompt_logprobs)
         if difference > _SAME_MODEL:
             raise Unfit(
-                f"{first.url} and {other.url} do not serve the same model: the log-probabilities of one prompt differ by "
-                f"{difference:.2f} nats a token (more than {_SAME_MODEL})."
+                f"{first.url} and {other.url} do not serve the same model: the log-probabilities of one prompt differ "
+                f"by {difference:.2f} nats a token (more than {_SAME_MODEL})."
             )
         if first.greedy_ids != other.greedy_ids:
             warnings.append(
@@ -183,6 +187,31 @@ def _parser_warnings(model: Mapping[str, Any]) -> list[str]:
     ]
 
 
+async def _info(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    body = await get(session, url)
+    if not isinstance(body, dict):
+        raise Unfit(f"{url} answers {str(body)[:80]!r}, which no SGLang does.")
+    return body
+
+
+async def _check_vocabulary(session: aiohttp.ClientSession, url: str, sampling: Sampling) -> None:
+    """A bias on an id that the model does not have is refused (sglang 0.5.23: HTTP 400), before any harm is done."""
+
+    async def refusal_of(token: int) -> Refused | None:
+        params = {"max_new_tokens": 1, "temperature": 0, "logit_bias": {str(token): 0.0}}
+        try:
+            await post(session, f"{url}/generate", {"rid": _rid(), "input_ids": [0], "sampling_params": params})
+        except Refused as refused:
+            return refused
+        return None
+
+    last = sampling.vocab_size - 1
+    if refused := await refusal_of(last):
+        raise Unfit(f"the target's vocabulary has {last + 1} tokens, the server's is smaller: {refused}")
+    if not await refusal_of(last + 1):
+        raise Unfit(f"the target's vocabulary has {last + 1} tokens, the server's is larger. Serve the target itself.")
+
+
 async def _check_tokenizer(session: aiohttp.ClientSession, url: str, material: ProbeMaterial) -> list[str]:
     body = {
         "rid": _rid(),
@@ -216,7 +245,10 @@ async def _check_prompt(
     entries = reply["meta_info"].get("input_token_logprobs") or []
     if [entry[1] for entry in entries] != list(material.prompt_ids):
         raise Unfit("the ids in input_token_logprobs are not the prompt that was sent: the server alters prompts.")
-    return answer, tuple(float(entry[0]) for entry in entries[1:])
+    logprobs = tuple(entry[0] for entry in entries[1:])
+    if not all(isinstance(logprob, float | int) for logprob in logprobs):
+        raise Unfit("a log-probability of the prompt is no number: the server computes NaN.")
+    return answer, logprobs
 
 
 async def _check_forced_tokens(
@@ -228,12 +260,18 @@ async def _check_forced_tokens(
         rid, forced = _rid(), replace(sampling, max_new_tokens=2, temperature=0.0, logprobs=True)
         body = request_body(rid, material.prompt_ids, forced)
         body["sampling_params"]["logit_bias"] = {str(token): _FORCE}
-        answer = _checked(await post(session, f"{url}/generate", body), rid, material.prompt_ids, forced)
+        reply = await post(session, f"{url}/generate", body)
+        returned = reply.get("output_ids") if isinstance(reply, dict) else None
         wanted = [token] if token in sampling.stop_ids else [token, token]
-        if answer.output_ids != wanted:
+        try:
+            answer = check(reply, rid, material.prompt_ids, forced)
+            fault = "" if answer.output_ids == wanted else "the server filters or replaces tokens"
+        except WrongAnswer as wrong:
+            fault = wrong.detail
+        if fault:
             raise Unfit(
-                f"token {token} was forced and {answer.output_ids} came back: the server filters or replaces tokens. "
-                "Start it without --enable-strict-thinking and without custom logit processors."
+                f"token {token} was forced and {returned} came back instead of {wanted}: {fault}. Start the server "
+                "without --enable-strict-thinking and without custom logit processors."
             )
 
     await asyncio.gather(*(force(token) for token in material.forced_ids))
@@ -242,15 +280,11 @@ async def _check_forced_tokens(
 def _checked(reply: Any, rid: str, prompt_ids: Sequence[int], sampling: Sampling) -> Answer:
     try:
         return check(reply, rid, prompt_ids, sampling)
-    except Transient as error:
-        if error.cause == "wrong answer":
-            raise Unfit(f"a probe request got a {error}") from None
-        raise
+    except WrongAnswer as error:
+        raise Unfit(f"a probe request got a {error}") from None
 
 
 def _rid() -> str:
-    import uuid
-
     return f"probe-{uuid.uuid4().hex}"
 
 

@@ -13,9 +13,13 @@ class Transient(Exception):
     """Worth another try: connection loss, 429, 5xx, a timeout, an abort. `retry_after_s` is the server's own wish."""
 
     def __init__(self, cause: str, detail: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(f"{cause}: {detail}" if detail else cause)
+        super().__init__(cause, detail, retry_after_s)
         self.cause = cause
+        self.detail = detail
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
 class WrongAnswer(Transient):
@@ -23,6 +27,7 @@ class WrongAnswer(Transient):
 
     def __init__(self, detail: str) -> None:
         super().__init__("wrong answer", detail)
+        self.args = (detail,)  # what pickle calls this class with
 
 
 class Refused(Exception):
@@ -31,6 +36,14 @@ class Refused(Exception):
 
 class Unauthorized(Exception):
     """HTTP 401, 403 or 404: the setup is at fault, no row will get through."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(status, detail)
+        self.status = status
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status}: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Sampling:
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "stop_token_ids": sorted(self.stop_ids),
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
@@ -100,7 +114,7 @@ def check(body: Any, rid: str, prompt_ids: Sequence[int], sampling: Sampling) ->
         raise Transient("abort", str(finish.get("message", "")))
     if meta.get("id") != rid:
         raise WrongAnswer(f"it answers request {meta.get('id')}, not {rid}")
-    if answered != len(prompt_ids) or list(echo) != list(prompt_ids):
+    if answered != len(prompt_ids) or echo != list(prompt_ids):
         raise WrongAnswer(f"the server read {answered} prompt tokens that are not the {len(prompt_ids)} sent")
     if "spec_verify_ct" in meta:
         raise WrongAnswer("the server decodes speculatively; start it without --speculative-algorithm")
@@ -127,7 +141,7 @@ def _check_finish(kind: Any, matched: Any, ids: list[int], sampling: Sampling) -
     if early is not None:
         raise WrongAnswer(f"the answer goes on behind stop token {early}")
     if kind == "stop":
-        if matched != ids[-1] or matched not in sampling.stop_ids:
+        if type(matched) is not int or matched != ids[-1] or matched not in sampling.stop_ids:
             raise WrongAnswer(f"finish reason stop matched {matched!r}, but the answer ends in {ids[-1]}")
     elif kind == "length":
         if len(ids) != sampling.max_new_tokens:
@@ -146,6 +160,6 @@ def _checked_logprobs(meta: dict[str, Any], ids: list[int]) -> list[float]:
     if [token for _, token in pairs] != ids:
         raise WrongAnswer("the ids in output_token_logprobs are not the output ids")
     values = [value for value, _ in pairs]
-    if not all(isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3 for value in values):
+    if not all(type(value) in (int, float) and -math.inf < value <= 1e-3 for value in values):  # NaN arrives as null
         raise WrongAnswer("a log-probability is not a number of at most 0")
     return values

@@ -7,11 +7,13 @@ import aiohttp
 
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
 
+_IDLE_S = 3  # sglang 0.5.23 closes a connection that was idle for 5 s; a request sent just then would be lost
+
 
 def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """A session without a connection limit (the fleet decides what is in flight); call it inside a running loop."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )
@@ -42,12 +44,12 @@ async def _json(response: aiohttp.ClientResponse) -> Any:
             return await response.json()
         except ValueError as error:
             raise Transient("not JSON", str(error)[:200]) from None
-    detail = (await response.text())[:500]
+    detail = (await response.text(errors="replace"))[:500]
     if status == 429 or status == 408 or status >= 500:
         wish = response.headers.get("Retry-After", "")
         raise Transient(f"HTTP {status}", detail, float(wish) if wish.isdigit() else 0.0)
     if status in (401, 403, 404):
-        raise Unauthorized(f"HTTP {status}: {detail}")
+        raise Unauthorized(status, detail)
     raise Refused(f"HTTP {status}: {detail}")
 
 

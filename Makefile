@@ -1,0 +1,35 @@
+# make demo   a real SGLang, a real model, a Ray job: prompts to exact token sequences on this machine
+# make test   lint, types and all tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: demo test unit lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m eagle3_ray.demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+unit: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first and pinned: a newer one would pull gigabytes of CUDA libraries onto a laptop
+$(VENV)/.installed: pyproject.toml
+	@echo "installing eagle3_ray and its tools into $(VENV) (about two minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "eagle3_ray needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

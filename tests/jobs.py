@@ -1,0 +1,128 @@
+"""Runs jobs on a cluster the way that users do, and reads what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+
+from tests.fakes.sglang_server import FakeServer, answer
+from tests.tiny_target import IM_END, VOCAB_SIZE
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MAX_NEW_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The JSON object on the last line of stdout."""
+        summary: dict[str, Any] = json.loads(self.stdout.splitlines()[-1])
+        return summary
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """A cluster's addresses: of its GCS for drivers, of its dashboard for `ray job`."""
+
+    gcs: str
+    dashboard: str
+
+    def start(self, *words: str | Path) -> subprocess.Popen[str]:
+        """Starts `python jobs/generate.py smollm2-cpu ...` as a driver of the cluster."""
+        command = [sys.executable, "jobs/generate.py", "smollm2-cpu", *map(str, words)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=self.environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+    def run(self, *words: str | Path) -> Result:
+        """Runs the job to its end."""
+        process = self.start(*words)
+        stdout, stderr = process.communicate(timeout=300)
+        return Result(process.returncode, stdout, stderr)
+
+    def environment(self) -> dict[str, str]:
+        """What a driver needs to find the cluster."""
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        return {**os.environ, "RAY_ADDRESS": self.gcs, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": path}
+
+
+def fake_server(target: Path, **options: Any) -> FakeServer:
+    """A stand-in server of the tiny target; `options` are fields of fake_engine.Options."""
+    defaults = {
+        "tokenizer_dir": str(target),
+        "model_path": str(target),
+        "vocab_size": VOCAB_SIZE,
+        "eos_id": IM_END,
+        "mean_tokens": 15.0,
+        "context_length": 512,
+        "max_total_tokens": 8192,
+    }
+    return FakeServer(**{**defaults, **options})
+
+
+def settings(run: Path, target: Path, prompts: Path, *urls: str) -> list[str]:
+    """The overrides that every job of these tests has."""
+    return [
+        f"run.dir={run}",
+        f"target.model={target}",
+        f"prompts.path={prompts}",
+        f"generate.endpoints={','.join(urls)}",
+        f"generate.max_new_tokens={MAX_NEW_TOKENS}",
+        "audit.loop_tokens=32",
+    ]
+
+
+def write_prompts(path: Path, count: int, start: int = 0) -> Path:
+    """`count` different one-message prompts as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (
+        json.dumps({"id": f"p{i}", "messages": [{"role": "user", "content": f"What is {i} plus {i * 7}?"}]})
+        for i in range(start, start + count)
+    )
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def rows(run: Path, folder: str) -> list[dict[str, Any]]:
+    """All rows of RUN/generate/rows/FOLDER."""
+    place = run / "generate" / "rows" / folder
+    return ds.dataset(place, format="parquet").to_table().to_pylist() if place.exists() else []  # type: ignore[no-any-return]
+
+
+def expected_answer(prompt_ids: list[int]) -> tuple[list[int], str]:
+    """What the stand-in server answers greedily, as output ids and finish reason."""
+    ids, finish = answer(
+        prompt_ids, vocab_size=VOCAB_SIZE, eos_id=IM_END, max_new_tokens=MAX_NEW_TOKENS, mean_tokens=15.0
+    )
+    return ids, finish["type"]
+
+
+def assert_sound(run: Path) -> None:
+    """Every stored sequence is exactly what the server answers to its prompt, and no sequence id stands twice."""
+    stored = rows(run, "sequences")
+    for row in stored:
+        assert (row["output_ids"], row["finish_reason"]) == expected_answer(row["prompt_ids"]), row["prompt_id"]
+    ids = [row["sequence_id"] for row in stored + rows(run, "rejected")]
+    assert len(ids) == len(set(ids))
+
+
+def row_requests(*servers: FakeServer) -> list[dict[str, Any]]:
+    """The servers' requests for rows, without those of the probe, in the order of arrival."""
+    found = [entry for server in servers for entry in server.requests() if not entry["rid"].startswith("probe")]
+    return sorted(found, key=lambda entry: float(entry["start"]))
+
+
+def sequence_of(request: dict[str, Any]) -> str:
+    """The sequence id in a request id (`SEQUENCE-ATTEMPT-NONCE`)."""
+    return str(request["rid"]).split("-")[0]

@@ -1,0 +1,26 @@
+"""A Ray cluster of this machine for the tests of this folder, and the tools to run a job on it as a user does."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.jobs import Jobs
+from tests.tiny_target import make_tiny_target
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Jobs]:
+    """A cluster with a dashboard, on loopback, for the whole session."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    context = ray.init(num_cpus=4, include_dashboard=True, dashboard_host="127.0.0.1", log_to_driver=False)
+    yield Jobs(context.address_info["gcs_address"], f"http://{context.dashboard_url}")
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target model without weights."""
+    return make_tiny_target(tmp_path_factory.mktemp("target") / "tiny-target")

@@ -4,6 +4,7 @@ A row with a fatal finding is rejected with its reason. A finding about a partit
 answer boundary that never comes says that a server strips it, whatever its flags claim.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,18 @@ def judge(output_ids: Sequence[int], has_tools: bool, rules: AuditRules) -> str 
     return None
 
 
+def boundary_due(prompt_ids: Sequence[int], rules: AuditRules) -> bool:
+    """Whether the answer still has to pass a boundary: there are some, and the template did not close one itself."""
+    return bool(rules.boundary_ids) and rules.boundary_ids.isdisjoint(prompt_ids[-_PROMPT_TAIL:])
+
+
+def cut_in_reasoning(
+    prompt_ids: Sequence[int], output_ids: Sequence[int], finish_reason: str, rules: AuditRules
+) -> bool:
+    """Whether the answer reached its length before its reasoning ended."""
+    return finish_reason == "length" and boundary_due(prompt_ids, rules) and rules.boundary_ids.isdisjoint(output_ids)
+
+
 def loop_length(ids: Sequence[int]) -> int:
     """Tokens at the end that repeat what stands one period before them, for the period that gives most.
 
@@ -75,8 +88,8 @@ class Evidence:
         """Counts one answer. A boundary is due where the answer is whole and the prompt did not bring it along."""
         self.rows += 1
         if reason is not None:
-            self.reasons[reason.split(",")[0]] += 1
-        if rules.boundary_ids and stopped and rules.boundary_ids.isdisjoint(prompt_ids[-_PROMPT_TAIL:]):
+            self.reasons[re.sub(r"\d+", "N", reason)] += 1
+        if stopped and boundary_due(prompt_ids, rules):
             self.boundary_due += 1
             self.boundary_seen += not rules.boundary_ids.isdisjoint(output_ids)
 
@@ -91,14 +104,14 @@ class Evidence:
         if self.boundary_due >= rules.evidence_rows and self.boundary_seen == 0:
             return (
                 f"Partition {partition}: none of {self.boundary_due} whole answers holds a boundary token "
-                f"{sorted(rules.boundary_ids)} (audit.boundary_ids). The server strips it, or the target does not write it."
+                f"{sorted(rules.boundary_ids)} (audit.boundary_ids). Something strips it, or the target has none."
             )
         rejected = sum(self.reasons.values())
         if self.rows >= rules.evidence_rows and rejected > 0.5 * self.rows:
             common, count = self.reasons.most_common(1)[0]
             return (
-                f"Partition {partition}: {rejected} of {self.rows} answers are not fit to train on, {count} of them: {common}. "
-                "Look at them with `python jobs/doctor.py RUN`."
+                f"Partition {partition}: {rejected} of {self.rows} answers are not fit to train on, {count} of them: "
+                f"{common}. Look at them with `python jobs/doctor.py RUN`."
             )
         return None
 

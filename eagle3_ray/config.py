@@ -4,6 +4,7 @@ Unknown keys are refused with the nearest known name. A function below this modu
 never the configuration.
 """
 
+import datetime
 import difflib
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -29,7 +30,7 @@ Names = Annotated[list[str], BeforeValidator(_split_commas)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
 
 class Run(Section):
@@ -108,7 +109,7 @@ class Generate(Section):
 class Audit(Section):
     boundary_ids: list[int] = Field(
         default_factory=list,
-        description="token ids that the answer itself starts behind, e.g. </think>; a partition without any stops the job",
+        description="token ids that the answer proper starts behind (</think>); a partition without any stops the job",
     )
     evidence_rows: int = Field(200, ge=1, description="rows of a partition before a finding about it may stop the job")
     loop_tokens: int = Field(
@@ -122,8 +123,8 @@ class Config(Section):
     run: Run
     target: Target
     prompts: Prompts
-    generate: Generate = Field(default_factory=lambda: Generate())
-    audit: Audit = Field(default_factory=lambda: Audit())
+    generate: Generate = Field(default_factory=Generate)
+    audit: Audit = Field(default_factory=Audit)
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,9 +182,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"'{key}' is not a known key: '{section}' has no keys of its own.")
         tree = inner
     try:
-        tree[name] = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: '{value}' is not a YAML value: {error}") from None
+    tree[name] = value if isinstance(parsed, datetime.date) else parsed  # run.dir=2026-11-30
 
 
 def _explain(finding: Any) -> str:

@@ -1,7 +1,7 @@
 """`make demo`: prompts to exact token sequences with real parts, on a CPU, in one command.
 
-Installs and starts a real SGLang with SmolLM2-135M, starts a Ray cluster on this machine, submits the generate job to it
-the way that any job is submitted, shows what came out, and stops all that it started. A second run is a no-op.
+Installs and starts a real SGLang with SmolLM2-135M, starts a Ray cluster on this machine, submits the generate job to
+it the way that any job is submitted, shows what came out, and stops all that it started. A second run is a no-op.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def describe(run: RunDir) -> str:
 
 def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[str, Any]) -> Iterator[str]:
     if counts["repeated"]:
-        yield f"{counts['repeated']} sequence ids stand in more than one row; set the stage aside with --quarantine {STAGE}"
+        yield f"{counts['repeated']} sequence ids stand in more than one row; set the stage aside (--quarantine)"
     wrong_sha = 0
     for folder in (SEQUENCES, REJECTED):
         for file in ledger.files(folder):
@@ -68,7 +68,7 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
             for row in pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist():
                 wrong_sha += token_sha(row["prompt_ids"], row["output_ids"]) != row["token_sha"]
     if wrong_sha:
-        yield f"{wrong_sha} rows are not the tokens that were generated (token_sha); set the stage aside with --quarantine"
+        yield f"{wrong_sha} rows are not the tokens that were generated (token_sha); set the stage aside (--quarantine)"
     pending = len(list(ledger.checkpoint.glob("*.pending.parquet")))
     if pending and not _is_busy(run):
         yield f"{pending} files were being written when a job ended; the next job writes them anew"
@@ -93,7 +93,7 @@ def _sample(ledger: Ledger, config: dict[str, Any]) -> Iterator[str]:
     cut = " ... " if len(answer) > 2 * _SAMPLE_TOKENS else ""
     end = answer[max(_SAMPLE_TOKENS, len(answer) - _SAMPLE_TOKENS) :]
     yield f"    -> {renderer.text(answer[:_SAMPLE_TOKENS]) + cut + renderer.text(end)!r}"
-    yield f"    ({len(row['prompt_ids'])} + {len(answer)} tokens, finish {row['finish_reason']}, sha {row['token_sha'][:12]})"
+    yield f"    {len(row['prompt_ids'])} + {len(answer)} tokens, finish {row['finish_reason']}"
 
 
 def _is_busy(run: RunDir) -> bool:

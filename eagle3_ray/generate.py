@@ -1,8 +1,8 @@
 """Prompts become exact token sequences.
 
-plan (which prompts, how many rows) -> probe (are the servers fit?) -> claim the run -> units -> generate (async actors)
--> write Parquet with row checkpoints -> count what is there -> _SUCCESS. After any end, the same command goes on where it
-was: committed units are skipped right behind the read, finished answers come out of the journal.
+plan (which prompts, how many rows) -> probe (are the servers fit?) -> claim the run -> read units -> generate and audit
+-> write Parquet with row checkpoints -> count what is there -> _SUCCESS. After any end, the same command goes on where
+it was: committed units are skipped right behind the read, finished answers come out of the journal.
 """
 
 import json
@@ -23,10 +23,10 @@ from ray.data.checkpoint import CheckpointConfig
 from eagle3_ray import plan, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.config import Config, ConfigError
-from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER, Generator, GeneratorSettings
+from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER, Generator, GeneratorSettings, explain
 from eagle3_ray.ledger import STAGE, Ledger
-from eagle3_ray.plan import Plan, PlanSettings
-from eagle3_ray.prompts import find, parse
+from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
+from eagle3_ray.prompts import find
 from eagle3_ray.runs import SUCCESS, RunDir, RunError, WriterLock, write_json
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit
@@ -36,7 +36,6 @@ from eagle3_ray.target.files import TargetFiles, resolve
 _ROWS_PER_BLOCK = 32
 _ROWS_PER_FILE = 1024
 _REQUESTS_PER_ACTOR = 512
-_PROBE_PROMPT = b'{"prompt": "Name three colours, then count from one to five."}'
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def run(config: Config) -> dict[str, Any]:
             try:
                 _pipeline(run_dir, config, work, observer, lock.token)
             except (ray.exceptions.RayError, OSError) as error:
-                stopped_by = ray.get(observer.view.remote()).stop_reason or _first_line(error)
+                stopped_by = ray.get(observer.view.remote()).stop_reason or explain(_root(error))
             except SystemExit:
                 stopped_by = "SIGTERM"
         view = ray.get(observer.view.remote())
@@ -112,7 +111,7 @@ class _Work:
 
 
 def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings) -> _Work:
-    """Makes the plan and probes the servers. The probe's material is made meanwhile, in a worker."""
+    """Makes the plan and probes the servers."""
     generate = config.generate
     if not generate.endpoints:
         raise ConfigError("generate.endpoints names no server. Set generate.endpoints=http://HOST:PORT[,...].")
@@ -121,9 +120,8 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
     stops = target.stop_ids()
     if not stops:
         raise ConfigError(f"target.model={config.target.model}: its config.json names no eos_token_id. Add it there.")
-    making = ray.remote(_probe_material).options(num_cpus=0.5).remote(config, target, settings)
     the_plan = plan.make(run_dir.stage(STAGE) / "plan", settings, Ledger(run_dir).rows)
-    material, special_ids = ray.get(making)
+    material = _probe_material(config, target, the_plan.tokens)
     sampling = Sampling(
         max_new_tokens=generate.max_new_tokens,
         temperature=generate.temperature,
@@ -135,7 +133,7 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
     facts, silent = check_up(generate.endpoints, material, sampling, generate.api_key_env, generate.request_timeout_s)
     rules = AuditRules(
         stop_ids=sampling.stop_ids,
-        special_ids=frozenset(special_ids),
+        special_ids=frozenset(the_plan.tokens.special_ids),
         boundary_ids=frozenset(config.audit.boundary_ids),
         loop_tokens=config.audit.loop_tokens,
         evidence_rows=config.audit.evidence_rows,
@@ -219,7 +217,9 @@ def _finished(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pl
     known = plan.load(run_dir.stage(STAGE) / "plan")
     if not run_dir.succeeded(STAGE) or known is None or known[1] != settings.key():
         return None
-    run_dir.check(STAGE, _fingerprint(config, target))
+    stored = run_dir.manifest()[STAGE]["fingerprint"]
+    engine = {field: value for field, value in stored.items() if field.startswith("engine.")}
+    run_dir.check(STAGE, {**_fingerprint(config, target), **engine})
     print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
     return run_dir.summary(STAGE)
 
@@ -227,7 +227,11 @@ def _finished(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pl
 def _connect() -> None:
     """Joins the cluster that the job was submitted to, or starts a local one, and makes SIGTERM an orderly end."""
     os.environ.setdefault("RAY_AUTH_MODE", "token" if "RAY_ADDRESS" in os.environ else "disabled")
+    os.environ.setdefault(
+        "RAY_BACKEND_LOG_LEVEL", "fatal"
+    )  # this process only: Ray 2.60 calls every actor pool an error
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     ray.init(ignore_reinit_error=True, logging_level="warning")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
     DataContext.get_current().enable_progress_bars = False
@@ -254,25 +258,20 @@ def _fingerprint(config: Config, target: TargetFiles) -> dict[str, Any]:
     return {**target.fingerprint(), **{f"generate.{name}": getattr(config.generate, name) for name in names}}
 
 
-def _probe_material(config: Config, target: TargetFiles, settings: PlanSettings) -> tuple[ProbeMaterial, list[int]]:
-    """What the probe sends, and the target's control tokens; in a worker, because importing transformers takes seconds."""
-    renderer = plan.make_renderer(settings)
-    special = renderer.special_ids
-    text = f"Grüße, 世界! 3.14 {renderer.text(special[:8])}\n\tdone"
-    material = ProbeMaterial(
+def _probe_material(config: Config, target: TargetFiles, tokens: TargetTokens) -> ProbeMaterial:
+    return ProbeMaterial(
         model=target.name,
         served_as=config.target.served_as,
         architectures=tuple(target.config.get("architectures") or ()),
-        text=text,
-        text_ids=tuple(renderer.encode(text)),
-        prompt_ids=tuple(renderer.prompt_ids(parse(_PROBE_PROMPT, "probe"))),
-        forced_ids=tuple(dict.fromkeys([*config.audit.boundary_ids, *target.stop_ids(), *special[:6]])),
+        text=tokens.text,
+        text_ids=tuple(tokens.text_ids),
+        prompt_ids=tuple(tokens.prompt_ids),
+        forced_ids=tuple(dict.fromkeys([*config.audit.boundary_ids, *target.stop_ids(), *tokens.special_ids[:6]])),
     )
-    return material, special
 
 
 def _pool_size(config: Config, facts: list[ServerFacts], the_plan: Plan) -> tuple[int, int]:
-    """Generating actors, and blocks that each works on: three times what the servers can run, so that they never wait."""
+    """Generating actors, and blocks that each works on: three times what the servers run, so that they never wait."""
     mean_prompt = the_plan.prompt_tokens / max(1, the_plan.answers)
     request = mean_prompt + config.generate.max_new_tokens / 4
     runnable = sum(min(fact.max_running, fact.capacity_tokens / request) for fact in facts)
@@ -297,8 +296,8 @@ def _plan_text(config: Config, the_plan: Plan) -> str:
     parquet = 8 if config.generate.record_logprobs else 4  # bytes an answer token, before compression
     disk = (the_plan.prompt_tokens * 4 + most * parquet * 4) / 1e9  # the journal is JSON: three times as much
     return (
-        f"{the_plan.table()}\n{the_plan.expected:,} rows, {the_plan.prompt_tokens:,} prompt tokens, at most {most:,} answer "
-        f"tokens and {disk:.1f} GB of disk (the journal of the running job included)"
+        f"{the_plan.table()}\n{the_plan.expected:,} rows, {the_plan.prompt_tokens:,} prompt tokens, at most {most:,} "
+        f"answer tokens and {disk:.1f} GB of disk (the journal of the running job included)"
     )
 
 
@@ -352,6 +351,7 @@ def _throughput_warnings(view: telemetry.View, share: float | None, max_in_fligh
     return [f"{share:.0%} of the tokens/s that the servers showed at their best; likely cause: {cause}"]
 
 
-def _first_line(error: BaseException) -> str:
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) and error.cause else error
-    return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+def _root(error: BaseException) -> BaseException:
+    """The error behind the ones that Ray wraps around it."""
+    inner = getattr(error, "cause", None) or error.__cause__
+    return _root(inner) if isinstance(inner, BaseException) else error

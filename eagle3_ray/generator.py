@@ -1,10 +1,11 @@
 """The actor that turns planned units into rows: it asks the servers, judges the answers and keeps a journal.
 
-One task is one block in, one block out, in input order, and every row of it can be asked for again: Ray may repeat a task
-on another actor without losing or doubling a row.
+One task is one block in, one block out, in input order, and every row of it can be asked for again: Ray may repeat a
+task on another actor without losing or doubling a row.
 """
 
 import asyncio
+import errno
 import os
 import time
 import uuid
@@ -14,15 +15,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle3_ray.audit import AuditRules, Evidence, judge
+from eagle3_ray.audit import AuditRules, Evidence, cut_in_reasoning, judge
 from eagle3_ray.journal import Journal
 from eagle3_ray.metrics import GenerateMetrics
 from eagle3_ray.plan import PlanSettings, later_turns, make_renderer
 from eagle3_ray.prompts import BadPrompt
 from eagle3_ray.records import REJECTED, SEQUENCE_SCHEMA, SEQUENCES, Row, sequence_id, token_sha
-from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, RowFailed
+from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, NoServer, RowFailed
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
-from eagle3_ray.sglang.protocol import Refused, Sampling
+from eagle3_ray.sglang.protocol import Refused, Sampling, Unauthorized
 from eagle3_ray.sglang.transport import open_session
 from eagle3_ray.telemetry import EndpointState, PartitionCounts, Report
 
@@ -55,7 +56,7 @@ class GeneratorSettings:
 
 
 class Generator:
-    """Ray Data's async map: a batch of units to a block of BLOCK_SCHEMA. Units that failed are left out, for the next run."""
+    """Ray Data's async map: a batch of units to a block of BLOCK_SCHEMA. Failed units are left to the next run."""
 
     def __init__(self, settings: GeneratorSettings, telemetry: Any) -> None:
         self._settings = settings
@@ -84,7 +85,12 @@ class Generator:
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         await self._starting
-        rows = await asyncio.gather(*(self._unit(unit) for unit in batch.to_pylist()))
+        try:
+            rows = await asyncio.gather(*(self._unit(unit) for unit in batch.to_pylist()))
+        except (NoServer, OSError, StoppedEarly, Unauthorized) as error:
+            await self._telemetry.stop.remote(explain(error))
+            raise
+        await self._send_report()  # the last block of a job may be followed by the actor's end
         return pa.Table.from_pylist([row for unit in rows for row in unit], schema=BLOCK_SCHEMA)
 
     async def _start(self) -> None:
@@ -116,6 +122,8 @@ class Generator:
             rows.append(self._row(unit, turn, prompt_ids, answer, reason))
             if reason is not None:
                 prompt_ids, reason = [], f"an earlier turn was rejected: {reason}"
+            elif cut_in_reasoning(prompt_ids, answer["output_ids"], answer["finish_reason"], self._settings.rules):
+                prompt_ids, reason = [], "an earlier turn was cut in its reasoning, so there is no answer to go on from"
         for row in rows:
             rejected = row[FOLDER] == REJECTED
             counts.rejected += rejected
@@ -190,24 +198,36 @@ class Generator:
     async def _report_forever(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            for url, endpoint in self._fleet.endpoints.items():
-                load = endpoint.load
-                self._report.endpoints[url] = EndpointState(
-                    endpoint.healthy,
-                    endpoint.unfit,
-                    endpoint.in_flight,
-                    load.running,
-                    load.waiting,
-                    load.token_usage,
-                    load.tokens_per_second,
-                    endpoint.answers,
-                    endpoint.output_tokens,
-                    endpoint.retries,
-                )
-                self._metrics.endpoint(url, endpoint.in_flight, endpoint.healthy, endpoint.budget, endpoint.retries)
-            self._report.queued = self._fleet.queued
-            if self._fleet.stopped is not None:
-                self._telemetry.stop.remote(str(self._fleet.stopped))
-            reason = await self._telemetry.report.remote(self._name, self._report)
+            reason = await self._send_report()
             if reason is not None and self._fleet.stopped is None:
                 self._fleet.stop(StoppedEarly(reason))
+
+    async def _send_report(self) -> str | None:
+        """Tells the telemetry all that is known here; returns its reason to stop, if there is one."""
+        for url, endpoint in self._fleet.endpoints.items():
+            load = endpoint.load
+            self._report.endpoints[url] = EndpointState(
+                endpoint.healthy,
+                endpoint.unfit,
+                endpoint.in_flight,
+                load.running,
+                load.waiting,
+                load.token_usage,
+                load.tokens_per_second,
+                endpoint.answers,
+                endpoint.output_tokens,
+                endpoint.retries,
+            )
+            self._metrics.endpoint(url, endpoint.in_flight, endpoint.healthy, endpoint.budget, endpoint.retries)
+        self._report.queued = self._fleet.queued
+        reason: str | None = await self._telemetry.report.remote(self._name, self._report)
+        return reason
+
+
+def explain(error: BaseException) -> str:
+    """One sentence for people: what ended the run, and what to do about it."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"The disk is full ({error.filename or 'run.dir'}). Free some space and run the same command again."
+    if isinstance(error, NoServer | StoppedEarly):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

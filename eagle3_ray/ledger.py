@@ -29,7 +29,7 @@ class Ledger:
         return self.stage / "checkpoint"
 
     def files(self, folder: str) -> list[str]:
-        """Committed files of `folder`. A killed job leaves others, with a pending checkpoint; the next job removes them."""
+        """Committed files of `folder`. A killed job leaves others, whose checkpoint is pending, to the next."""
         pending = tuple(p.name.removesuffix(".pending.parquet") for p in self.checkpoint.glob("*.pending.parquet"))
         files = sorted((self.rows / folder).glob("*.parquet"))
         return [str(file) for file in files if not (pending and file.name.startswith(pending))]

@@ -4,7 +4,7 @@ Prompts are rendered once, streaming, to Parquet parts; DuckDB, which spills to 
 the caps. A prompt's place comes from a hash of its name, so a larger cap extends a smaller one, partitions and lengths
 are mixed, and a job that stops early leaves a fair sample. What comes out:
 
-    plan/units/*.parquet   a row per unit: one prompt and one sample of it, with all its turns; bad rows with their reason
+    plan/units/*.parquet   a row per unit: one prompt, one sample, all its turns; bad rows with their reason
     plan/plan.json         the counts, and what they were made from
 """
 
@@ -36,6 +36,7 @@ _PART_SCHEMA = pa.schema(
     ]
 )
 _ROWS_PER_FILE = 8192
+_PROBE_PROMPT = b'{"prompt": "Name three colours, then count from one to five."}'
 
 _NARROW = """
 CREATE TEMP TABLE narrow AS
@@ -76,8 +77,9 @@ WITH rows AS (
         CASE fate WHEN 'chosen' THEN turns ELSE 1 END AS turns
     FROM sampled
 )
-SELECT (md5_number_lower(concat_ws(chr(0), partition, prompt_id, sample_index, content_sha, reason)) >> 1)::BIGINT AS unit,
-       partition, prompt_id, sample_index::INTEGER AS sample_index, file, line, prompt_ids, conversation, turns, reason
+SELECT (md5_number_lower(concat_ws(chr(0), partition, prompt_id, sample_index, content_sha, reason)) >> 1)::BIGINT
+       AS unit, partition, prompt_id, sample_index::INTEGER AS sample_index, file, line,
+       prompt_ids, conversation, turns, reason
 FROM identified ORDER BY md5_number_lower(partition || chr(0) || prompt_id), sample_index
 """
 
@@ -98,7 +100,7 @@ GROUP BY p.partition ORDER BY p.partition
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """Counts of one partition: `read` = prompts + duplicates + over_cap + bad; `expected` counts answers plus bad rows."""
+    """Counts of one partition: `read` = prompts + duplicates + over_cap + bad; `expected` = answers + bad rows."""
 
     partition: str
     read: int
@@ -112,11 +114,22 @@ class PartitionPlan:
 
 
 @dataclass(frozen=True)
+class TargetTokens:
+    """What the target's tokenizer says of itself: its control tokens, a text with some of them, and a chat prompt."""
+
+    special_ids: list[int]
+    text: str
+    text_ids: list[int]
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The counts of a plan and where its units stand."""
+    """The counts of a plan, where its units stand, and what the tokenizer that rendered it says of itself."""
 
     folder: Path
     partitions: list[PartitionPlan]
+    tokens: TargetTokens
 
     @property
     def units(self) -> str:
@@ -245,10 +258,12 @@ def make(folder: Path, settings: PlanSettings, rows_folder: Path) -> Plan:
 
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
+    tokens = ray.remote(_target_tokens).options(num_cpus=0.5).remote(settings)
     _render_all(fresh / "parts", settings)
     counts = ray.get(ray.remote(_select).options(num_cpus=1).remote(fresh, settings, rows_folder))
-    plan = Plan(folder, [PartitionPlan(**count) for count in counts])
-    write_json(fresh / "plan.json", {"key": settings.key(), "expected": plan.expected, "partitions": counts})
+    plan = Plan(folder, [PartitionPlan(**count) for count in counts], ray.get(tokens))
+    about = {"key": settings.key(), "expected": plan.expected, "partitions": counts, "tokens": asdict(plan.tokens)}
+    write_json(fresh / "plan.json", about)
     shutil.rmtree(fresh / "parts")
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
@@ -261,7 +276,16 @@ def load(folder: Path) -> tuple[Plan, str] | None:
     if not path.exists():
         return None
     about = json.loads(path.read_text())
-    return Plan(folder, [PartitionPlan(**count) for count in about["partitions"]]), about["key"]
+    partitions = [PartitionPlan(**count) for count in about["partitions"]]
+    return Plan(folder, partitions, TargetTokens(**about["tokens"])), about["key"]
+
+
+def _target_tokens(settings: PlanSettings) -> TargetTokens:
+    renderer = make_renderer(settings)
+    special = renderer.special_ids
+    text = f"Grüße, 世界! 3.14 {renderer.text(special[:8])}\n\tdone"
+    prompt = parse(_PROBE_PROMPT, "probe")
+    return TargetTokens(special, text, list(renderer.encode(text)), renderer.prompt_ids(prompt))
 
 
 def _render_all(parts: Path, settings: PlanSettings) -> None:
@@ -334,12 +358,13 @@ def _refuse_lost_rows(db: Any, units: str, rows: list[str]) -> None:
     if not rows:
         return
     lost = db.execute(
-        "SELECT partition, prompt_id FROM read_parquet($1) WHERE unit NOT IN (SELECT unit FROM read_parquet($2)) LIMIT 3",
+        "SELECT partition, prompt_id FROM read_parquet($1) "
+        "WHERE unit NOT IN (SELECT unit FROM read_parquet($2)) LIMIT 3",
         [rows, units],
     ).fetchall()
     if lost:
         examples = ", ".join(f"{partition}/{prompt_id}" for partition, prompt_id in lost)
         raise RunError(
-            f"The run already has answers to prompts that these settings do not select or that have changed ({examples}). "
-            "Larger caps and more partitions extend a run; for anything else use another run.dir."
+            f"The run has answers to prompts that these settings do not select or that have changed ({examples}). "
+            "Larger caps and partitions of other prompts extend a run; for anything else use another run.dir."
         )

@@ -134,6 +134,7 @@ def parse(raw: bytes, fallback_id: str) -> Prompt:
 
 def _find_files(path: str) -> Iterator[Source]:
     filesystem, root, scheme = _open_filesystem(path)
+    query = f"?{path.partition('?')[2]}" if scheme and "?" in path else ""  # s3://...?endpoint_override=...
     wildcard = next((i for i, part in enumerate(PurePosixPath(root).parts) if set("*?[") & set(part)), None)
     base = root if wildcard is None else str(PurePosixPath(*PurePosixPath(root).parts[:wildcard]))
     try:
@@ -155,8 +156,7 @@ def _find_files(path: str) -> Iterator[Source]:
             continue
         name = PurePosixPath(file)
         stem = name.name.removesuffix(next(ending for ending in _FORMATS if name.name.endswith(ending)))
-        in_folder = len(inside) > 1 and (wildcard is None or stem == "prompts")
-        yield Source(inside[0] if in_folder else stem, f"{scheme}{file}")
+        yield Source(inside[0] if len(inside) > 1 else stem, f"{scheme}{file}{query}")
 
 
 def _open_filesystem(path: str) -> tuple[Any, str, str]:

@@ -56,16 +56,16 @@ class RunDir:
         return manifest
 
     def check(self, stage: str, fingerprint: Fingerprint) -> None:
-        """Holds the given fields against those that the stage's data was made with.
+        """Holds a fingerprint against the one that the stage's data was made with.
 
         Raises:
             FingerprintMismatch: names each field that differs.
         """
         known = self.manifest().get(stage, {}).get("fingerprint", fingerprint)
-        differing = [field for field in fingerprint if known.get(field) != fingerprint[field]]
+        differing = [field for field in {**known, **fingerprint} if known.get(field) != fingerprint.get(field)]
         if differing:
             said = "; ".join(
-                f"{field} was {known.get(field)!r} and is now {fingerprint[field]!r}" for field in differing
+                f"{field} was {known.get(field)!r} and is now {fingerprint.get(field)!r}" for field in differing
             )
             raise FingerprintMismatch(
                 f"{self.path} holds {stage} data made with other settings: {said}. Use another run.dir, or "
@@ -108,7 +108,8 @@ class RunDir:
             manifest = self.manifest()
             if not self.stage(stage).exists() and stage not in manifest:
                 raise RunError(f"{self.path} has no {stage} data to set aside.")
-            aside = self.path / "quarantine" / f"{stage}-{time.strftime('%Y%m%d-%H%M%S')}"
+            earlier = len(list((self.path / "quarantine").glob(f"{stage}-*")))
+            aside = self.path / "quarantine" / f"{stage}-{earlier + 1}"
             aside.mkdir(parents=True)
             write_json(aside / "manifest.json", {stage: manifest.pop(stage, None)})
             for source in (self.stage(stage), self.path / "summaries" / f"{stage}.json"):
@@ -133,7 +134,7 @@ class WriterLock:
     def __enter__(self) -> "WriterLock":
         try:
             self._run.path.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a+")  # noqa: SIM115 - held until __exit__
+            self._file = open(self._path, "a+")
         except OSError as error:
             raise RunError(
                 f"run.dir {self._run.path} cannot be written: {error.strerror}. Choose another run.dir."

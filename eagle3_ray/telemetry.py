@@ -143,7 +143,7 @@ class Telemetry:
         return view
 
     def _follow_best(self, view: View) -> None:
-        """The servers' best: the highest mean over 30 s of what they say they generate, or, where higher, of what came."""
+        """The servers' best: the highest mean over 30 s of what they say they generate or, if higher, of what came."""
         now = time.monotonic()
         self._most_in_flight = max(self._most_in_flight, sum(state.in_flight for state in view.endpoints.values()))
         self._speeds.append((now, sum(state.tokens_per_second for state in view.endpoints.values())))
@@ -199,7 +199,7 @@ class Progress:
             sys.stderr.flush()
 
     def line(self, view: View) -> str:
-        """One line: per partition done/total, then rates of the last half minute, what went wrong, and the time left."""
+        """One line: per partition done/total, rates of the last half minute, what went wrong, the time left."""
         now = time.monotonic()
         self._history.append((now, view.answers, view.output_tokens))
         while now - self._history[0][0] > _WINDOW_S:

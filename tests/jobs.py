@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,11 @@ def expected_answer(prompt_ids: list[int]) -> tuple[list[int], str]:
 
 
 def assert_sound(run: Path) -> None:
-    """Every stored sequence is exactly what the server answers to its prompt, and no sequence id stands twice."""
-    stored = rows(run, "sequences")
-    for row in stored:
+    """Every stored answer is exactly what the server answers to its prompt, and no sequence id stands twice."""
+    stored, rejected = rows(run, "sequences"), rows(run, "rejected")
+    for row in stored + [row for row in rejected if row["output_ids"]]:
         assert (row["output_ids"], row["finish_reason"]) == expected_answer(row["prompt_ids"]), row["prompt_id"]
-    ids = [row["sequence_id"] for row in stored + rows(run, "rejected")]
+    ids = [row["sequence_id"] for row in stored + rejected]
     assert len(ids) == len(set(ids))
 
 
@@ -126,3 +127,12 @@ def row_requests(*servers: FakeServer) -> list[dict[str, Any]]:
 def sequence_of(request: dict[str, Any]) -> str:
     """The sequence id in a request id (`SEQUENCE-ATTEMPT-NONCE`)."""
     return str(request["rid"]).split("-")[0]
+
+
+def wait_for_requests(server: FakeServer, count: int, job: subprocess.Popen[str] | None = None) -> None:
+    """Returns when the server has seen that many requests for rows; fails when the job ends before."""
+    deadline = time.monotonic() + 120
+    while len(row_requests(server)) < count:
+        assert job is None or job.poll() is None, "the job has ended"
+        assert time.monotonic() < deadline, f"{len(row_requests(server))} of {count} requests came"
+        time.sleep(0.05)

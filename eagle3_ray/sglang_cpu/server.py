@@ -47,15 +47,13 @@ class Server(ServerProcess):
 
 def sglang_arguments(model: Path, port: int, kv_tokens: int, drafter: Path | None, args: Sequence[str]) -> list[str]:
     """The server's command line; `args` come last and so win over what stands before them."""
-    # sglang 0.5.23: the EAGLE-3 worker knows the AMX attention backend only, which launch.py stands in for
-    speculative = drafter is not None or "--speculative-algorithm" in args
     options = {
         "--model-path": str(model),
         "--device": "cpu",
         "--dtype": "float32",
         "--host": HOST,
         "--port": str(port),
-        "--attention-backend": "intel_amx" if speculative else "torch_native",
+        "--attention-backend": "intel_amx",  # launch.py stands in for it
         "--cuda-graph-backend-decode": "disabled",
         "--cuda-graph-backend-prefill": "disabled",
         "--mem-fraction-static": "0.2",

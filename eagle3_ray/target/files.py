@@ -41,11 +41,13 @@ class TargetFiles:
     def stop_ids(self) -> list[int]:
         """The tokens that end an answer: `eos_token_id` of generation_config.json, else of config.json."""
         places = (_read_json(self.folder / "generation_config.json", missing={}), self._text_config, self.config)
-        eos = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), [])
+        eos: int | list[int] = next(
+            (place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), []
+        )
         return [eos] if isinstance(eos, int) else sorted(set(eos))
 
     def fingerprint(self) -> dict[str, str | None]:
-        """Hashes of the tokenizer, its settings, the chat template, the config and the weights (sampled; None if absent)."""
+        """Hashes of tokenizer, its settings, chat template, config and weights (sampled); None where there is none."""
         return {
             "target.tokenizer": _hash_files(self._match(_TOKENIZER_FILES)),
             "target.tokenizer_settings": _hash_files(self._match(_TOKENIZER_SETTINGS)),

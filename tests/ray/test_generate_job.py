@@ -22,6 +22,7 @@ from tests.jobs import (
     rows,
     sequence_of,
     settings,
+    wait_for_requests,
     write_prompts,
 )
 from tests.tiny_target import END_THINK
@@ -115,18 +116,21 @@ RECOVERABLE = (
     "abort_503",
 )
 WRONG = ("wrong_count", "wrong_prompt_tokens", "drop_token", "drop_eos", "invent_eos", "extra_bos", "swapped_answer")
-ODD = ("swapped_ids_only", "id_out_of_range", "negative_id", "unknown_finish", "null_output", "empty_output")
+ODD = ("id_out_of_range", "negative_id", "unknown_finish", "null_output", "empty_output")
 REST = ("other_weight_version", "logprob_mismatch", "nan_logprob", "speculative", "alter_text_only")
 
 
 def test_a_faulty_server_never_gets_a_wrong_row_stored(cluster: Jobs, target: Path, tmp_path: Path) -> None:
+    """Of the faults, only those are left out that no single answer shows (see tests/unit/test_fleet.py)."""
     prompts, run = write_prompts(tmp_path / "p.jsonl", 400), tmp_path / "run"
     faults = dict.fromkeys((*RECOVERABLE, *WRONG, *ODD, *REST), 0.012)
     with fake_server(target, faults=faults, fault_seed=3) as server:
         words = [*settings(run, target, prompts, server.url), "generate.attempts=12"]
         result = cluster.run(*words)
         met = {request["outcome"] for request in row_requests(server) if request["outcome"].startswith("fault:")}
-    assert (result.code, result.summary["rows"]) == (0, 400), result.stderr
+    assert result.code == 0, result.stderr
+    assert result.summary["rows"] + result.summary["rejected"] == 400
+    assert result.summary["rows"] >= 395  # the stand-in gives an empty answer now and then
     assert len(met) >= 20
     assert_sound(run)
     assert sum(sum(causes.values()) for causes in result.summary["retries"].values()) > 50
@@ -213,7 +217,7 @@ def test_a_partition_without_its_answer_boundary_stops_the_job_early(
 UNFIT = {
     "another model": ({"model_path": "/models/other"}, "serves '/models/other'"),
     "speculation": ({"faults": {"speculative": 1.0}, "faults_hit_probe": True}, "speculat"),
-    "an extra BOS": ({"faults": {"extra_bos": 1.0}, "faults_hit_probe": True}, "prompt"),
+    "an extra BOS": ({"faults": {"extra_bos": 1.0}, "faults_hit_probe": True}, "tokenizer"),
     "filtered tokens": ({"faults": {"strip_token": 1.0}, "strip_ids": [END_THINK], "faults_hit_probe": True}, ""),
     "no room": ({"context_length": 40}, "max_new_tokens"),
 }
@@ -249,8 +253,7 @@ def test_a_job_whose_servers_all_vanish_stops_and_goes_on_later(cluster: Jobs, t
     with fake_server(target, base_latency_s=0.3, max_running=16) as server:
         words = [*settings(run, target, prompts, server.url), "generate.outage_limit_s=3", "generate.max_in_flight=16"]
         process = cluster.start(*words)
-        while len(row_requests(server)) < 60:
-            assert process.poll() is None
+        wait_for_requests(server, 60, process)
         server.kill()
         stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == 1
@@ -258,7 +261,7 @@ def test_a_job_whose_servers_all_vanish_stops_and_goes_on_later(cluster: Jobs, t
         server.start()
         result = cluster.run(*words)
         asked = collections.Counter(sequence_of(r) for r in row_requests(server) if r["outcome"] == "answered")
-    assert (result.code, result.summary["rows"]) == (0, 400)
+    assert (result.code, result.summary["rows"] + result.summary["rejected"]) == (0, 400)
     assert max(asked.values()) == 1
     assert_sound(run)
 
@@ -284,15 +287,14 @@ def test_a_job_is_submitted_and_stopped_with_ray_job(cluster: Jobs, target: Path
         entry = ["env", f"PYTHONPATH={REPOSITORY}", sys.executable, str(REPOSITORY / "jobs/generate.py"), "smollm2-cpu"]
         submit = [*ray_job, "submit", "--address", cluster.dashboard, "--submission-id", "stopped", "--no-wait", "--"]
         subprocess.run([*submit, *entry, *words], env=environment, check=True, capture_output=True)
-        while len(row_requests(server)) < 60:
-            pass
+        wait_for_requests(server, 60)
         stop = [*ray_job, "stop", "--address", cluster.dashboard, "stopped"]
         assert "was stopped" in subprocess.run(stop, env=environment, capture_output=True, text=True, check=True).stdout
         sent = len(row_requests(server))
         server.set(base_latency_s=0.0)
         result = cluster.run(*words)
         total = len(row_requests(server))
-    assert (result.code, result.summary["rows"]) == (0, 600)
+    assert (result.code, result.summary["rows"] + result.summary["rejected"]) == (0, 600)
     assert_sound(run)
     assert sent < 600
     assert total <= 600 + 16

@@ -96,11 +96,13 @@ def test_periods_over_32_and_two_repetitions_are_no_loop() -> None:
     assert loop_length([]) == 0
 
 
-def _evidence(rows: int, seen: int, rules: AuditRules = RULES, stopped: bool = True, prompt: list[int] = []) -> Evidence:  # noqa: B006
+def _evidence(
+    rows: int, seen: int, rules: AuditRules = RULES, stopped: bool = True, prompt: tuple[int, ...] = (5, 6)
+) -> Evidence:
     evidence = Evidence()
     for row in range(rows):
         output = [10, END_THINK, 11, STOP] if row < seen else [10, 11, STOP]
-        evidence.add(prompt or [5, 6], output, stopped, None, rules)
+        evidence.add(prompt, output, stopped, None, rules)
     return evidence
 
 
@@ -118,7 +120,7 @@ def test_a_partition_without_any_boundary_is_stopped_when_there_is_enough_eviden
         _evidence(500, 1),
         _evidence(500, 0, rules=NO_BOUNDARY),
         _evidence(500, 0, stopped=False),  # a truncated answer may still be thinking
-        _evidence(500, 0, prompt=[5, 6, END_THINK, 7]),  # the template closed the reasoning itself
+        _evidence(500, 0, prompt=(5, 6, END_THINK, 7)),  # the template closed the reasoning itself
     ],
     ids=["one has it", "none is configured", "all truncated", "in the prompt"],
 )
@@ -127,7 +129,7 @@ def test_no_boundary_is_missed_where_one_was_seen_or_none_was_due(evidence: Evid
 
 
 def test_a_boundary_of_an_earlier_turn_does_not_excuse_this_one() -> None:
-    assert _evidence(10, 0, prompt=[5, END_THINK, *range(20, 40)]).finding("B1", RULES) is not None
+    assert _evidence(10, 0, prompt=(5, END_THINK, *range(20, 40))).finding("B1", RULES) is not None
 
 
 @pytest.mark.parametrize(("bad", "stops"), [(5, False), (6, True)])
@@ -165,7 +167,9 @@ def test_the_report_of_stored_rows_is_what_plain_python_counts(tmp_path: Path) -
     rows: list[dict[str, Any]] = [
         {
             "partition": rng.choice(["a", "b"]),
-            "output_ids": [rng.choice([10, 11, 12, 13, 14, 15, 16, 17, 18, END_THINK]) for _ in range(rng.randrange(1, 9))],
+            "output_ids": [
+                rng.choice([10, 11, 12, 13, 14, 15, 16, 17, 18, END_THINK]) for _ in range(rng.randrange(1, 9))
+            ],
             "finish_reason": rng.choice(["stop", "length"]),
         }
         for _ in range(101)

@@ -10,11 +10,12 @@ from eagle3_ray.config import ConfigError, keys, load, presets
 
 MINIMAL = {"run": {"dir": "/runs/a"}, "target": {"model": "/models/m"}, "prompts": {"path": "/data"}}
 
-FIXED_NAMES = """
-run.dir target.model prompts.path prompts.partitions prompts.limit prompts.max_tokens_total prompts.dedupe
-generate.endpoints generate.max_in_flight generate.max_new_tokens generate.temperature generate.top_p
-generate.samples_per_prompt generate.record_logprobs generate.api_key_env
-""".split()
+FIXED_NAMES = [
+    *("run.dir", "target.model", "prompts.path", "prompts.partitions", "prompts.limit", "prompts.max_tokens_total"),
+    *("prompts.dedupe", "generate.endpoints", "generate.max_in_flight", "generate.max_new_tokens"),
+    *("generate.temperature", "generate.top_p", "generate.samples_per_prompt", "generate.record_logprobs"),
+    "generate.api_key_env",
+]
 
 
 @pytest.fixture

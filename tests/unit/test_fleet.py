@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from eagle3_ray.sglang import fleet as fleet_module
+from eagle3_ray.sglang import transport
 from eagle3_ray.sglang.fleet import AnswerLengths, Endpoint, Fleet, Load, NoServer, RowFailed
 from eagle3_ray.sglang.probe import ServerFacts
-from eagle3_ray.sglang.protocol import Answer, Refused, Unauthorized
+from eagle3_ray.sglang.protocol import Answer, Refused, Transient, Unauthorized
 from tests.fakes.sglang_server import FAULTS, FakeServer, token_logprobs
 from tests.stand_in import EOS, prompts, right_answer, row_requests, server, started_fleet
 
@@ -175,7 +176,7 @@ def test_a_key_that_is_no_longer_good_stops_the_row_and_not_what_watches_the_loa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
-    real_get = fleet_module.get
+    real_get = transport.get
 
     async def counting_get(*args: Any) -> Any:
         nonlocal looks
@@ -262,7 +263,7 @@ def test_a_server_that_comes_back_as_another_stays_out(changes: dict[str, Any], 
             served_before = len(row_requests(other))
             # a request over a connection of the first server's process, or a new one, is answered by the other
             end.failures = 2
-            fleet._note_failure(end, fleet_module.Transient("connection lost", "test"))
+            fleet._note_failure(end, Transient("connection lost", "test"))
             await eventually(lambda: end.unfit is not None)
             assert output_ids(await outcomes(fleet, rows)) == [right_answer(ids) for ids in rows]
             assert len(row_requests(other)) == served_before
@@ -363,7 +364,7 @@ def test_the_budget_shrinks_where_much_waits_at_the_server() -> None:
 
 
 def facts_of(**changes: Any) -> ServerFacts:
-    plain = {
+    plain: dict[str, Any] = {
         "url": "http://one",
         "weight_version": "v1",
         "capacity_tokens": 1000,

@@ -86,7 +86,14 @@ def test_a_file_cut_anywhere_gives_the_whole_lines_before_the_cut(tmp_path: Path
 
 @pytest.mark.parametrize(
     "junk",
-    [b"\n", b"\0" * 500 + b"\n", b"x" * 20 + b"\n", b"\xff" * 32 + b" {}\n", b"a" * 32 + b" {torn\n", b"a" * 40 + b"\n"],
+    [
+        b"\n",
+        b"\0" * 500 + b"\n",
+        b"x" * 20 + b"\n",
+        b"\xff" * 32 + b" {}\n",
+        b"a" * 32 + b" {torn\n",
+        b"a" * 40 + b"\n",
+    ],
 )
 def test_a_damaged_line_costs_only_itself(tmp_path: Path, junk: bytes) -> None:
     good = [f"{_name(number)} {json.dumps(_answer(number))}\n".encode() for number in (1, 2)]

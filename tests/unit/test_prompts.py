@@ -94,7 +94,9 @@ def test_text_parts_are_the_text_that_they_are() -> None:
 def test_odd_unicode_is_kept() -> None:
     text = "\u0000\u200b\ufeff\u2028 e\u0301 👩‍👩‍👧 \U0010ffff" + "x" * 300_000
     assert _parse({"id": "ü\u2028", "prompt": text}) == Prompt("ü\u2028", None, [[_user(text)]], None, {})
-    assert parse(b"\xef\xbb\xbf" + json.dumps({"prompt": "ä"}, ensure_ascii=False).encode(), "x").turns == [[_user("ä")]]
+    assert parse(b"\xef\xbb\xbf" + json.dumps({"prompt": "ä"}, ensure_ascii=False).encode(), "x").turns == [
+        [_user("ä")]
+    ]
 
 
 BAD_ROWS: list[tuple[str, Any, str]] = [
@@ -117,7 +119,11 @@ BAD_ROWS: list[tuple[str, Any, str]] = [
     ("sharegpt no value", {"conversations": [{"from": "human"}]}, "a user message without content"),
     ("empty content", {"messages": [_user("")]}, "an empty user message"),
     ("blank content", {"messages": [_user(" \n")]}, "an empty user message"),
-    ("empty part", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, "an empty user message"),
+    (
+        "empty part",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]},
+        "an empty user message",
+    ),
     ("no parts", {"messages": [{"role": "user", "content": []}]}, "content that is not text"),
     ("image", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content that is not text"),
     ("type list", {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "content that is not text"),
@@ -146,7 +152,15 @@ def test_a_bad_row_is_refused_with_its_reason(row: Any, reason: str) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"hello", b"{", b'{"prompt": "x"} tail', b"\xff\xfe\xfd", b"\x80abc", b"[" * 200_000, b'{"id": ' + b"9" * 9999 + b"}"],
+    [
+        b"hello",
+        b"{",
+        b'{"prompt": "x"} tail',
+        b"\xff\xfe\xfd",
+        b"\x80abc",
+        b"[" * 200_000,
+        b'{"id": ' + b"9" * 9999 + b"}",
+    ],
     ids=["text", "torn", "tail", "binary", "latin1", "nested", "huge number"],
 )
 def test_what_is_not_json_is_a_bad_row(raw: bytes) -> None:
@@ -182,8 +196,11 @@ def test_fields_that_only_other_rows_of_a_parquet_file_have_are_absent(tmp_path:
     rows: list[dict[str, Any]] = [
         {"messages": [_user("a")], "tools": None, "chat_template_kwargs": {"enable_thinking": True}},
         {
-            "messages": [_user("b"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-            + [{"role": "tool", "content": "r", "tool_call_id": "c"}],
+            "messages": [
+                _user("b"),
+                {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+                {"role": "tool", "content": "r", "tool_call_id": "c"},
+            ],
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, {"type": "x"}],
             "chat_template_kwargs": {"effort": "low"},
         },
@@ -251,7 +268,7 @@ def test_a_file_that_breaks_off_or_is_of_another_format_is_an_error_that_names_i
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     path = _write(tmp_path / name, content)
-    with pytest.raises(PromptSourceError, match="cannot be read to its end.*Repair or remove the file") as error:
+    with pytest.raises(PromptSourceError, match=r"cannot be read to its end.*Repair or remove the file") as error:
         list(read(Source("a", str(path))))
     assert str(path) in str(error.value)
 
@@ -366,7 +383,7 @@ def test_a_place_without_prompts_is_an_error_that_names_it(folder: Path, path: s
 
 
 def test_an_unknown_kind_of_storage_is_an_error() -> None:
-    with pytest.raises(PromptSourceError, match="prompts.path=ftp://host/x cannot be opened"):
+    with pytest.raises(PromptSourceError, match=r"prompts\.path=ftp://host/x cannot be opened"):
         find("ftp://host/x")
 
 
@@ -405,7 +422,7 @@ def test_a_dataset_is_one_partition_with_the_rows_of_its_split(dataset: Path, sp
 
 
 def test_a_dataset_or_split_that_is_not_there_is_an_error_that_names_it(dataset: Path) -> None:
-    with pytest.raises(PromptSourceError, match="my_set:dev cannot be opened: .*train"):
+    with pytest.raises(PromptSourceError, match=r"my_set:dev cannot be opened: .*train"):
         list(read(Source("my_set", f"hf://{dataset}:dev")))
     with pytest.raises(PromptSourceError, match="gone cannot be read"):
         list(read(Source("gone", f"hf://{dataset}/gone")))

@@ -189,6 +189,7 @@ def test_a_request_pins_every_sampling_field_that_a_server_has_defaults_for() ->
         "repetition_penalty": 1.0,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
+        "stop_token_ids": [2, 3],
     }
 
 

@@ -83,7 +83,7 @@ def test_another_fingerprint_is_refused_field_by_field_and_changes_nothing(
 
 def test_a_damaged_manifest_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"generate": {')
-    with pytest.raises(RunError, match="is damaged .* move the run directory aside"):
+    with pytest.raises(RunError, match=r"is damaged .* move the run directory aside"):
         RunDir(tmp_path).manifest()
 
 
@@ -173,13 +173,14 @@ def test_a_run_dir_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path)
 def test_a_reader_never_sees_a_part_of_a_json_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     values = [{"fill": letter * 200_000} for letter in "xy"]
+    texts = [json.dumps(value, indent=1) + "\n" for value in values]
     write_json(path, values[0])
     done = threading.Event()
     seen = []
 
     def read() -> None:
         while not done.is_set():
-            seen.append(json.loads(path.read_text()) in values)
+            seen.append(path.read_text() in texts)
 
     reader = threading.Thread(target=read)
     reader.start()

@@ -4,36 +4,36 @@ SGLang spawns its scheduler and detokenizer, and a spawned process imports this 
 stands at module level reaches all of them. Nothing here knows of the rest of eagle3_ray.
 """
 
-import sys
+from typing import Any
 
 import torchvision_ops  # noqa: F401  before SGLang, which imports torchvision
 from parent_watch import die_with_parent
 
 
-def report_amx() -> None:
-    """Lets the EAGLE-3 worker run: it has no plain torch backend, only the AMX one (sglang 0.5.23).
+def use_the_stand_in() -> None:
+    """Sends attention and matrix products to the sgl_kernel stand-in beside this file.
 
-    SGLang refuses that backend where the platform lacks AMX. The platform is therefore reported to have it, and the
-    sgl_kernel stand-in beside this file supplies the operators in plain torch.
+    SGLang's plain torch attention loops over the requests in every layer, and the EAGLE-3 worker does not know it at
+    all (sglang 0.5.23). Both can have the AMX backend, which is refused where the platform lacks AMX: the platform is
+    therefore reported to have it. The same holds for packed weights, for which each module is asked.
     """
     import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
-    from sglang.srt.arg_groups import overrides
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from sglang.srt.runtime_context import override_platform
 
-    real_platform = overrides.get_platform
+    override_platform(has_amx=True).install()
+    UnquantizedLinearMethod.process_weights_after_loading = report_packed
+    VocabParallelEmbedding.use_intel_amx_backend = True  # asked of an output head, which may be a tied embedding
 
-    class PlatformWithAmx:
-        has_amx = True
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(real_platform(), name)
-
-    overrides.get_platform = PlatformWithAmx
+def report_packed(_method: object, layer: Any) -> None:
+    layer.use_intel_amx_backend = True
 
 
 die_with_parent()
 
-if "intel_amx" in sys.argv:  # a spawned process finds the server's own arguments here
-    report_amx()
+use_the_stand_in()
 
 if __name__ == "__main__":
     import runpy

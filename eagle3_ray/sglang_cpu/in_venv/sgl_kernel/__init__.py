@@ -1,19 +1,26 @@
 """Stands in for the CPU build of sgl_kernel, which the public index does not carry.
 
-Plain serving with torch_native attention imports many names from it and calls none. EAGLE-3 with chain drafts
-(`--speculative-eagle-topk 1`) calls the functions defined here, by position; names and signatures are those of
-sglang 0.5.23. Any other name can be imported, and says what is missing when it is called.
+SGLang imports many names from it. Those defined here are called, by position: matrix products and attention by all
+serving (`../launch.py` sees to that), the rest by EAGLE-3 with chain drafts (`--speculative-eagle-topk 1`). Names and
+signatures are those of sglang 0.5.23. Any other name can be imported, and says what is missing when it is called.
 
-Everything is plain torch and loops over requests: exact and slow.
+Everything is torch's own operators, called from Python. In each of a model's layers the batch is therefore the unit,
+since a call costs as much as the work on one request; the bookkeeping, once a step, loops over requests.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+USUAL_BATCH = 32
+"""Rows for which oneDNN chooses a weight's layout; others may use it too."""
+GROUP_ROWS = 512
+"""Cache rows gathered at once; for SmolLM2 with float32, 0.8 MB of keys and values."""
 
 
 def per_request(*columns: Tensor) -> Iterator[tuple[int, ...]]:
@@ -145,26 +152,103 @@ def fill_accept_out_cache_loc_cpu(accept_index: Tensor, locations: Tensor, out: 
     out[: kept.numel()] = locations[kept].to(out.dtype)
 
 
-# Attention, registered under torch.ops.sgl_kernel. Queries are [tokens, heads, head size].
+# Operators, registered under torch.ops.sgl_kernel.
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    return scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-    )[0].transpose(0, 1)
+def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, _vnni: bool) -> Tensor:
+    """A matrix product with float32 weights in oneDNN's own layout: for few rows it takes half of torch's time.
+
+    The layout is made at a weight's first use and kept with it: new numbers written into a used weight go unseen.
+    """
+    if weight.dtype != torch.float32:
+        return linear(x, weight, bias)
+    if not hasattr(weight, "packed"):
+        weight.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), USUAL_BATCH)
+    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that attend in one call: as many new tokens each, and contexts of about one length."""
+
+    tokens: Tensor
+    """Places of the new tokens in the batch, [requests * new]."""
+    rows: Tensor
+    """Cache rows of the contexts, each padded to the longest with whatever the table holds, [requests * longest]."""
+    bias: Tensor
+    """0 where a new token sees a position, -inf elsewhere, [requests, 1, new, longest]."""
+
+
+def group_members(lengths: list[int], new_lengths: list[int]) -> list[list[int]]:
+    """Sorted, so that little is padding; small, so that gathered keys are still in the CPU's cache when they are used."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (new_lengths[i], lengths[i])):
+        if groups and new_lengths[groups[-1][0]] == new_lengths[i] and (len(groups[-1]) + 1) * lengths[i] <= GROUP_ROWS:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def build_group(members: list[int], rows: Tensor, lengths: Tensor, new_lengths: Tensor, starts: Tensor) -> Group:
+    longest, new = int(lengths[members].max()), int(new_lengths[members[0]])
+    steps = torch.arange(new)
+    seen = lengths[members, None] - new + 1 + steps
+    hidden = torch.arange(longest) >= seen[:, :, None]
+    return Group(
+        tokens=(starts[members, None] + steps).flatten(),
+        rows=rows[members, :longest].flatten(),
+        bias=torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None],
+    )
+
+
+class Grouping:
+    """The groups of the batch at hand: each of its layers asks for the same ones, and only the first pays for them."""
+
+    def __init__(self) -> None:
+        self._batch: tuple[Tensor, ...] = ()
+        self._groups: list[Group] = []
+
+    def __call__(
+        self, table: Tensor, requests: Tensor, lengths: Tensor, new_lengths: Tensor, starts: Tensor
+    ) -> list[Group]:
+        rows = table[:, : int(lengths.max())].index_select(0, requests)
+        batch = (rows, lengths, new_lengths, starts)
+        if not (self._batch and all(map(torch.equal, batch, self._batch))):
+            self._batch = tuple(part.clone() for part in batch)  # SGLang writes into its own ones
+            self._groups = [
+                build_group(members, *batch) for members in group_members(lengths.tolist(), new_lengths.tolist())
+            ]
+        return self._groups
+
+
+groups_of = Grouping()
+
+
+def attend(q: Tensor, k_buffer: Tensor, v_buffer: Tensor, out: Tensor, groups: list[Group], scale: float) -> None:
+    heads, kv_heads = q.shape[1], k_buffer.shape[1]
+    for group in groups:
+        requests, _, new, longest = group.bias.shape
+        queries = q.index_select(0, group.tokens).view(requests, new, heads, -1).transpose(1, 2)
+        if new == 1:  # the query heads of one key head become its rows: fewer, larger products
+            queries = queries.reshape(requests, kv_heads, heads // kv_heads, -1)
+        answers = scaled_dot_product_attention(
+            queries,
+            k_buffer.index_select(0, group.rows).view(requests, longest, kv_heads, -1).transpose(1, 2),
+            v_buffer.index_select(0, group.rows).view(requests, longest, kv_heads, -1).transpose(1, 2),
+            attn_mask=group.bias,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[group.tokens] = answers.reshape(requests, heads, new, -1).transpose(1, 2).flatten(0, 1)
 
 
 def decode_attention(
     q: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
-    _k_scale: object,
-    _v_scale: object,
+    _k_scale: float,
+    _v_scale: float,
     out: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -174,15 +258,15 @@ def decode_attention(
     requests: Tensor,
     lengths: Tensor,
     scale: float,
-    *_unused: Any,
+    *variants: Any,
 ) -> None:
     """One new token a request: stores its key and value, then attends to all of the request's positions."""
+    refuse(*variants)
     if k is not None and v is not None:
         k_buffer[locations] = k.view(-1, *k_buffer.shape[1:])
         v_buffer[locations] = v.view(-1, *v_buffer.shape[1:])
-    for i, (request, length) in enumerate(per_request(requests, lengths)):
-        rows = table[request, :length].long()
-        out[i : i + 1] = attend(q[i : i + 1], k_buffer[rows], v_buffer[rows], scale)
+    groups = groups_of(table, requests, lengths, torch.ones_like(lengths), torch.arange(lengths.numel()))
+    attend(q, k_buffer, v_buffer, out, groups, scale)
 
 
 def extend_attention(
@@ -192,8 +276,8 @@ def extend_attention(
     out: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
-    _k_scale: object,
-    _v_scale: object,
+    _k_scale: float,
+    _v_scale: float,
     table: Tensor,
     requests: Tensor,
     lengths: Tensor,
@@ -201,16 +285,31 @@ def extend_attention(
     starts: Tensor,
     _max_new: int,
     scale: float,
-    *_unused: Any,
+    *variants: Any,
 ) -> None:
     """Several new tokens a request, causal; SGLang has already stored their keys and values."""
-    for request, length, new_length, start in per_request(requests, lengths, new_lengths, starts):
-        rows = table[request, :length].long()
-        causal = torch.arange(length)[None, :] <= torch.arange(length - new_length, length)[:, None]
-        new = slice(start, start + new_length)
-        out[new] = attend(q[new], k_buffer[rows], v_buffer[rows], scale, causal)
+    refuse(*variants)
+    groups = groups_of(table, requests, lengths, new_lengths, starts)
+    attend(q, k_buffer, v_buffer, out, groups, scale)
 
 
+def refuse(
+    logit_cap: float,
+    cross_attention: bool,
+    window: int,
+    _encoder_lengths: Tensor | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None = None,
+    causal: bool = True,
+) -> None:
+    """Attention here is plain and causal. What a model asks for beyond that would otherwise be left out in silence."""
+    if logit_cap or cross_attention or window or sinks is not None or tree_mask is not None or not causal:
+        raise NotImplementedError(
+            "the CPU stand-in has plain causal attention only: serve this model with --attention-backend torch_native"
+        )
+
+
+torch.ops.sgl_kernel.weight_packed_linear = weight_packed_linear
 torch.ops.sgl_kernel.decode_attention_cpu = decode_attention
 torch.ops.sgl_kernel.extend_attention_cpu = extend_attention
 

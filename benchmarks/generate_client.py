@@ -59,7 +59,7 @@ def main() -> None:
             asyncio.run(run_fleet(url, prompts, model, in_flight))
             fleet = server_stats(url, rows)
             with ray_cluster(folder / "ray") as address:
-                job_wall_s = run_job(address, url, prompts, model, folder / "run", in_flight)
+                job_started, job_wall_s = run_job(address, url, prompts, model, folder / "run", in_flight)
             job = server_stats(url, rows)
     result = {
         "first_to_last_ratio": round(plain["first_to_last_s"] / job["first_to_last_s"], 4),
@@ -72,6 +72,8 @@ def main() -> None:
         "job_first_to_last_s": round(job["first_to_last_s"], 2),
         "plain_wall_s": round(plain_wall_s, 2),
         "job_wall_s": round(job_wall_s, 2),
+        "job_before_first_request_s": round(job["first_request"] - job_started, 2),
+        "job_after_last_answer_s": round(job_started + job_wall_s - job["last_answer"], 2),
         "load_average_at_end": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(result))
@@ -149,7 +151,8 @@ async def run_fleet(url: str, prompts: Path, model: Path, in_flight: int) -> Non
     await fleet.close()
 
 
-def run_job(address: str, url: str, prompts: Path, model: Path, run: Path, in_flight: int) -> float:
+def run_job(address: str, url: str, prompts: Path, model: Path, run: Path, in_flight: int) -> tuple[float, float]:
+    """When the job started (monotonic clock), and how long it took."""
     say("generate job ...")
     settings = {
         "run.dir": run,
@@ -173,7 +176,7 @@ def run_job(address: str, url: str, prompts: Path, model: Path, run: Path, in_fl
         raise SystemExit(f"the job's last line is no JSON object:\n{job.stdout[-3000:]}")
     summary = json.loads(last)
     say(f"  the job's own summary: {summary['rows']} rows, {summary['wall_s']} s, warnings {summary.get('warnings')}")
-    return wall_s
+    return started, wall_s
 
 
 # ---- what runs beside them

@@ -74,7 +74,8 @@ class LatencyServer:
 
     async def stats(self, request: web.Request) -> web.Response:
         """First arrival to last answer, answers and most in flight since the last look, less the probe's requests."""
-        stats = {"first_to_last_s": self.last - self.first, "answers": self.answered, "most_in_flight": self.most}
+        stats = {"first_request": self.first, "last_answer": self.last}  # of the clock that all processes here share
+        stats |= {"first_to_last_s": self.last - self.first, "answers": self.answered, "most_in_flight": self.most}
         self.answered, self.most = 0, 0
         return web.json_response(stats)
 

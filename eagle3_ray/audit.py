@@ -88,7 +88,7 @@ class Evidence:
         """Counts one answer. A boundary is due where the answer is whole and the prompt did not bring it along."""
         self.rows += 1
         if reason is not None:
-            self.reasons[re.sub(r"\d+", "N", reason)] += 1
+            self.reasons[re.sub(r"(position|loop of) \d+", r"\1 N", reason)] += 1
         if stopped and boundary_due(prompt_ids, rules):
             self.boundary_due += 1
             self.boundary_seen += not rules.boundary_ids.isdisjoint(output_ids)

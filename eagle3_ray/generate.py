@@ -5,8 +5,8 @@ plan (which prompts, how many rows) -> probe (are the servers fit?) -> claim the
 it was: committed units are skipped right behind the read, finished answers come out of the journal.
 """
 
-import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -17,24 +17,21 @@ from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
-from ray.data._internal.datasource.parquet_datasink import ParquetDatasink
-from ray.data.checkpoint import CheckpointConfig
 
 from eagle3_ray import plan, telemetry
 from eagle3_ray.audit import AuditRules
+from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
-from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER, Generator, GeneratorSettings, explain
+from eagle3_ray.generator import Generator, GeneratorSettings, explain
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.prompts import find
-from eagle3_ray.runs import SUCCESS, RunDir, RunError, WriterLock, write_json
+from eagle3_ray.runs import SUCCESS, RunDir, WriterLock, write_json
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.target.files import TargetFiles, resolve
 
-_ROWS_PER_BLOCK = 32
-_ROWS_PER_FILE = 1024
 _REQUESTS_PER_ACTOR = 512
 
 
@@ -91,8 +88,17 @@ def dry_run(config: Config) -> str:
     room = sum(fact.capacity_tokens for fact in work.facts)
     return (
         f"{_plan_text(config, work.plan)}\nservers: {len(work.facts)} fit, {len(work.silent)} silent, "
-        f"{room:,} tokens of KV cache; {work.actors} generating actors"
+        f"{room:,} tokens of KV cache; {work.pool.actors} generating actors"
     )
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Generating actors, blocks that each works on at once, and row groups of the plan in a block."""
+
+    actors: int
+    blocks_per_actor: int
+    groups_per_block: int
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,7 @@ class _Work:
     material: ProbeMaterial
     sampling: Sampling
     rules: AuditRules
-    actors: int
-    blocks_per_actor: int
+    pool: Pool
 
 
 def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings) -> _Work:
@@ -138,7 +143,8 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
         loop_tokens=config.audit.loop_tokens,
         evidence_rows=config.audit.evidence_rows,
     )
-    return _Work(the_plan, settings, facts, silent, material, sampling, rules, *_pool_size(config, facts, the_plan))
+    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, the_plan)
+    return _Work(the_plan, settings, facts, silent, material, sampling, rules, pool)
 
 
 def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, token: str) -> None:
@@ -152,64 +158,27 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, token
         rules=work.rules,
         plan=work.settings,
         journal=str(stage / "journal"),
-        actors=work.actors,
+        actors=work.pool.actors,
         max_in_flight=generate.max_in_flight,
         attempts=generate.attempts,
         request_timeout_s=generate.request_timeout_s,
         outage_limit_s=generate.outage_limit_s,
         api_key_env=generate.api_key_env,
     )
-    units = ray.data.read_parquet(work.plan.units, num_cpus=0.25)
-    units.context.checkpoint_config = CheckpointConfig(
-        id_column="unit",
-        checkpoint_path=str(Ledger(run_dir).checkpoint),
-        delete_checkpoint_on_success=False,  # a second run is a no-op
-    )
-    rows = units.repartition(target_num_rows_per_block=_ROWS_PER_BLOCK).map_batches(
+    units = read_units(run_dir, work.plan.units, work.pool.groups_per_block)
+    rows = units.map_batches(
         Generator,
         fn_constructor_args=(settings, observer),
-        batch_size=_ROWS_PER_BLOCK,
+        batch_size=None,
         batch_format="pyarrow",
-        num_cpus=0.25,
+        num_cpus=LIGHT,
         compute=ActorPoolStrategy(
-            size=work.actors,
-            max_concurrent_calls_per_actor=work.blocks_per_actor,
-            max_tasks_in_flight_per_actor=work.blocks_per_actor + 2,
+            size=work.pool.actors,
+            max_concurrent_calls_per_actor=work.pool.blocks_per_actor,
+            max_tasks_in_flight_per_actor=work.pool.blocks_per_actor + 2,
         ),
     )
-    rows.write_datasink(SequenceSink(run_dir, token), ray_remote_args={"num_cpus": 0.25})
-
-
-class SequenceSink(ParquetDatasink):  # type: ignore[misc]
-    """Writes rows to sequences/ and rejected/, by the column `folder`, as one commit of Ray's checkpoint.
-
-    Every file carries the fingerprint. A task that a killed job left behind finds that the run has another owner.
-    """
-
-    def __init__(self, run_dir: RunDir, token: str) -> None:
-        fingerprint = json.dumps(run_dir.manifest()[STAGE]["fingerprint"])
-        super().__init__(
-            str(Ledger(run_dir).rows),
-            partition_cols=[FOLDER],
-            arrow_parquet_args={
-                "schema": BLOCK_SCHEMA.with_metadata({"eagle3_ray.fingerprint": fingerprint}),
-                "compression": "zstd",
-                "partitioning_flavor": None,  # plain folder names
-            },
-        )
-        self._run_path = str(run_dir.path)
-        self._token = token
-
-    @property
-    def min_rows_per_write(self) -> int:
-        """Rows that Ray gathers before it writes a file."""
-        return _ROWS_PER_FILE
-
-    def write(self, blocks: Any, ctx: Any) -> None:
-        """Writes one task's files. Raises RunError where another job has taken over the run."""
-        if not WriterLock.is_current(self._run_path, self._token):
-            raise RunError(f"another job has taken over {self._run_path}; this one writes nothing more")
-        super().write(blocks, ctx)
+    rows.write_datasink(SequenceSink(run_dir, token), ray_remote_args={"num_cpus": LIGHT})
 
 
 def _finished(run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings) -> dict[str, Any] | None:
@@ -270,15 +239,15 @@ def _probe_material(config: Config, target: TargetFiles, tokens: TargetTokens) -
     )
 
 
-def _pool_size(config: Config, facts: list[ServerFacts], the_plan: Plan) -> tuple[int, int]:
-    """Generating actors, and blocks that each works on: three times what the servers run, so that they never wait."""
-    mean_prompt = the_plan.prompt_tokens / max(1, the_plan.answers)
-    request = mean_prompt + config.generate.max_new_tokens / 4
+def _pool(max_in_flight: int, max_new_tokens: int, facts: list[ServerFacts], the_plan: Plan) -> Pool:
+    """Enough blocks under way that the servers never wait: three times the requests that they can run."""
+    request = the_plan.prompt_tokens / max(1, the_plan.answers) + max_new_tokens / 4
     runnable = sum(min(fact.max_running, fact.capacity_tokens / request) for fact in facts)
-    in_flight = min(config.generate.max_in_flight, runnable)
+    in_flight = min(max_in_flight, runnable)
     actors = max(1, min(round(in_flight / _REQUESTS_PER_ACTOR), 64))
-    blocks = -(-3 * in_flight // (_ROWS_PER_BLOCK * actors))
-    return actors, int(min(max(blocks, 4), 128))
+    groups = max(1, min(round(in_flight / actors / 2 / plan.ROWS_PER_GROUP), 8))
+    blocks = math.ceil(3 * in_flight / (actors * groups * plan.ROWS_PER_GROUP))
+    return Pool(actors, max(4, blocks), groups)
 
 
 def _about(config: Config, facts: list[ServerFacts]) -> dict[str, Any]:
@@ -305,7 +274,7 @@ def _summarise(
     run_dir: RunDir, config: Config, the_plan: Plan, view: telemetry.View, stopped_by: str | None, wall_s: float
 ) -> dict[str, Any]:
     """Counts the data itself and says whether the run is complete."""
-    counting = ray.remote(Ledger.count).options(num_cpus=0.25)
+    counting = ray.remote(Ledger.count).options(num_cpus=LIGHT)
     counts = ray.get(counting.remote(Ledger(run_dir), sorted(config.audit.boundary_ids)))
     failed = the_plan.expected - counts["rows"] - counts["rejected"]
     status = "complete" if failed == 0 else "stopped" if stopped_by else "incomplete"

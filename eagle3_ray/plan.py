@@ -36,6 +36,8 @@ _PART_SCHEMA = pa.schema(
     ]
 )
 _ROWS_PER_FILE = 8192
+ROWS_PER_GROUP = 64
+"""Units in a row group of the plan's files: the least that a generating task works on."""
 _PROBE_PROMPT = b'{"prompt": "Name three colours, then count from one to five."}'
 
 _NARROW = """
@@ -342,7 +344,10 @@ def _select(folder: Path, settings: PlanSettings, rows_folder: Path) -> list[dic
         pq.write_table(units.schema.empty_table(), folder / "units" / "000000.parquet")  # stays where nothing is chosen
         for number, batch in enumerate(units):
             pq.write_table(
-                pa.Table.from_batches([batch]), folder / "units" / f"{number:06}.parquet", compression="zstd"
+                pa.Table.from_batches([batch]),
+                folder / "units" / f"{number:06}.parquet",
+                compression="zstd",
+                row_group_size=ROWS_PER_GROUP,
             )
         new = str(folder / "units" / "*.parquet")
         _refuse_lost_rows(db, new, sorted(map(str, rows_folder.glob("*/*.parquet"))))

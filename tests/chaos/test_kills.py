@@ -1,4 +1,4 @@
-"""Kills at random moments: whatever dies, the same command completes the run, and only what was in flight is asked twice."""
+"""Kills at random moments: whatever dies, the same command completes the run; only what was in flight is asked twice."""
 
 import collections
 import os
@@ -42,15 +42,15 @@ def test_no_kill_loses_or_doubles_a_row(cluster: Jobs, target: Path, tmp_path: P
                 dice.choice([one, other]).restart()
             killed[kind] += 1
             if kind in ("driver", "SIGTERM"):
-                stdout, stderr = job.communicate(timeout=60)
+                _, stderr = job.communicate(timeout=60)
                 assert job.returncode != 0, stderr
                 job = cluster.start(*words)
-        stdout, stderr = job.communicate(timeout=300)
+        _, stderr = job.communicate(timeout=300)
         for _ in range(2):  # rows of a server that died too often wait for another run of the same command
             if job.returncode == 0:
                 break
             job = cluster.start(*words)
-            stdout, stderr = job.communicate(timeout=300)
+            _, stderr = job.communicate(timeout=300)
         requests = row_requests(one, other)
     assert job.returncode == 0, stderr
     stored = rows(run, "sequences")

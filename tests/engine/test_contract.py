@@ -186,8 +186,7 @@ def test_the_longest_prompt_gets_its_full_answer(engine: Engine, material: Probe
     facts = ask(lambda session: probe(session, engine.parsing, material, SAMPLING))
     assert facts.context == SHORT_CONTEXT
     longest = facts.longest_prompt(SAMPLING.max_new_tokens)
-    endless = {"sampling_params": forcing(17)}
-    [body] = answers(engine.parsing, [[9] * longest], **endless)
+    [body] = answers(engine.parsing, [[9] * longest], sampling_params=forcing(17))
     assert body["output_ids"] == [17] * SAMPLING.max_new_tokens
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/generate_engine.py [--concurrency 8,16,32,64,128] [--tokens 64]
 
-Baseline: a plain asyncio and aiohttp client that keeps a fixed number of requests in flight, one run for each number, on
+Baseline: a plain asyncio and aiohttp client that keeps a fixed number of requests in flight, a run for each number, on
 the same server and prompts. Ours: `jobs/generate.py` as it is. Both count answer tokens from the first request
 to the last answer. Prints one JSON line; the goal is a ratio of at least 0.95.
 """

@@ -201,7 +201,7 @@ def _connect() -> None:
     )  # this process only: Ray 2.60 calls every actor pool an error
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
-    ray.init(ignore_reinit_error=True, logging_level="warning")
+    ray.init(logging_level="warning", log_to_driver=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
     DataContext.get_current().enable_progress_bars = False
 

@@ -77,6 +77,7 @@ class Generator:
             share=1 / settings.actors,
             attempts=settings.attempts,
             outage_limit_s=settings.outage_limit_s,
+            say=self._say,
         )
         self._longest = min(facts.longest_prompt(settings.sampling.max_new_tokens) for facts in settings.facts)
         self._starting: asyncio.Task[None] | None = None
@@ -92,6 +93,9 @@ class Generator:
             raise
         await self._send_report()  # the last block of a job may be followed by the actor's end
         return pa.Table.from_pylist([row for unit in rows for row in unit], schema=BLOCK_SCHEMA)
+
+    def _say(self, event: str) -> None:
+        self._telemetry.say.remote(event)
 
     async def _start(self) -> None:
         await self._fleet.start()

@@ -38,6 +38,8 @@ _PART_SCHEMA = pa.schema(
 _ROWS_PER_FILE = 8192
 ROWS_PER_GROUP = 64
 """Units in a row group of the plan's files: the least that a generating task works on."""
+_PROBE_TEXT = """Grüße, 世界! Unbelievable internationalisation costs 3.14159 or 1234567 dollars; привет, добрый день.
+def add(first, second):\n        return first + second  # the quick brown fox jumps over the lazy dog"""
 _PROBE_PROMPT = b'{"prompt": "Name three colours, then count from one to five."}'
 
 _NARROW = """
@@ -285,7 +287,7 @@ def load(folder: Path) -> tuple[Plan, str] | None:
 def _target_tokens(settings: PlanSettings) -> TargetTokens:
     renderer = make_renderer(settings)
     special = renderer.special_ids
-    text = f"Grüße, 世界! 3.14 {renderer.text(special[:8])}\n\tdone"
+    text = f"{_PROBE_TEXT} {renderer.text(special[:8])}\n\tdone"
     prompt = parse(_PROBE_PROMPT, "probe")
     return TargetTokens(special, text, list(renderer.encode(text)), renderer.prompt_ids(prompt))
 

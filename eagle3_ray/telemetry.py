@@ -70,6 +70,7 @@ class View:
     best_tokens_per_second: float = 0.0
     most_in_flight: int = 0
     stop_reason: str | None = None
+    events: list[str] = field(default_factory=list)
 
     @property
     def output_tokens(self) -> int:
@@ -102,6 +103,11 @@ class Telemetry:
         self._totals: deque[tuple[float, int]] = deque()
         self._best = 0.0
         self._most_in_flight = 0
+        self._events: list[str] = []
+
+    def say(self, event: str) -> None:
+        """Keeps a sentence for the driver to print."""
+        self._events.append(f"{time.strftime('%H:%M:%S')} {event}")
 
     def report(self, writer: str, report: Report) -> str | None:
         self._reports[writer] = report
@@ -117,7 +123,10 @@ class Telemetry:
     def view(self) -> View:
         """All reports added up; what a server says of itself is taken once, from whoever reported it last."""
         view = View(
-            best_tokens_per_second=self._best, most_in_flight=self._most_in_flight, stop_reason=self._stop_reason
+            best_tokens_per_second=self._best,
+            most_in_flight=self._most_in_flight,
+            stop_reason=self._stop_reason,
+            events=list(self._events),
         )
         for report in self._reports.values():
             for name, counts in report.partitions.items():
@@ -174,6 +183,7 @@ class Progress:
         self._done = done
         self._every_s = every_s
         self._history: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
+        self._events_said = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -193,6 +203,9 @@ class Progress:
                 view = ray.get(self._telemetry.view.remote(), timeout=10)
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
                 continue
+            for event in view.events[self._events_said :]:
+                sys.stderr.write(f"{event}\n")
+            self._events_said = max(self._events_said, len(view.events))
             line = self.line(view)
             end, start = ("", "\r\x1b[K") if sys.stderr.isatty() else ("\n", "")
             sys.stderr.write(f"{start}{line}{end}")

@@ -28,6 +28,8 @@ _FAILURES_UNTIL_DOWN = 3
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _FULL = 0.85  # token usage from which on sglang may have to retract requests
+_LOOK_TIMEOUT_S = 5.0
+_SILENT_LOOKS = 12  # timeouts of /v1/loads in a row, about a minute, until a server counts as hung
 
 
 class RowFailed(Exception):
@@ -50,11 +52,12 @@ class Load:
 
 @dataclass
 class Endpoint:
-    """One server as this actor sees it. `budget` and `reserved` are tokens."""
+    """One server as this actor sees it. Room, budget and reserved are tokens; room is our share of its KV cache."""
 
     facts: ServerFacts
-    budget: float
+    room: float
     most_requests: int
+    budget: float
     healthy: bool = True
     unfit: str | None = None
     in_flight: int = 0
@@ -64,6 +67,8 @@ class Endpoint:
     answers: int = 0
     output_tokens: int = 0
     retries: Counter[str] = field(default_factory=Counter)
+    silent_looks: int = 0
+    posts: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of that size may go there now; an idle server takes any."""
@@ -79,7 +84,7 @@ class Endpoint:
             self.budget = max(float(self.facts.context), min(self.budget, self.reserved) * 0.95)
         elif load.waiting == 0 and starved and load.token_usage < _FULL:
             # an answer under way holds half of its tokens on average, so more than the capacity can be promised
-            self.budget = min(self.budget * 1.05, 2.0 * self.facts.capacity_tokens)
+            self.budget = min(self.budget * 1.05, 2.0 * self.room)
 
 
 class Fleet:
@@ -100,7 +105,9 @@ class Fleet:
         share: float,
         attempts: int,
         outage_limit_s: float,
+        say: Callable[[str], None] = logger.warning,
     ) -> None:
+        self._say = say
         self._reference = facts[0]
         self._share = share
         self.endpoints = {fact.url: self._endpoint(fact, share) for fact in facts}
@@ -171,9 +178,7 @@ class Fleet:
                 started = time.monotonic()
                 rid = f"{name}-{attempt}-{uuid.uuid4().hex[:8]}"
                 body = request_body(rid, prompt_ids, self._sampling)
-                answer = check(
-                    await post(self._session, f"{endpoint.facts.url}/generate", body), rid, prompt_ids, self._sampling
-                )
+                answer = check(await self._post(endpoint, body), rid, prompt_ids, self._sampling)
                 if answer.weight_version != endpoint.facts.weight_version:
                     raise Transient("other weights", f"weight_version is {answer.weight_version!r} now")
             except Transient as error:
@@ -190,6 +195,20 @@ class Fleet:
                 pause = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5)
                 await asyncio.sleep(max(pause, min(failure.retry_after_s, _LONGEST_BACKOFF_S)))
         raise RowFailed(f"{self._attempts} attempts failed, the last with {failure}") from failure
+
+    async def _post(self, endpoint: Endpoint, body: dict[str, Any]) -> Any:
+        """The reply to a request; Transient when the server is given up meanwhile."""
+        task = asyncio.get_running_loop().create_task(post(self._session, f"{endpoint.facts.url}/generate", body))
+        endpoint.posts.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if endpoint.silent_looks < _SILENT_LOOKS:
+                raise  # it is we who are cancelled
+            raise Transient("server hangs", "it holds its connections and answers nothing") from None
+        finally:
+            task.cancel()
+            endpoint.posts.discard(task)
 
     async def _admit(self, tokens: int) -> Endpoint:
         if self.stopped is not None:
@@ -238,9 +257,9 @@ class Fleet:
     def _note_failure(self, endpoint: Endpoint, error: Transient) -> None:
         endpoint.retries[error.cause] += 1
         endpoint.failures += 1
-        lost = error.cause in ("connection lost", "other weights")
+        lost = error.cause in ("connection lost", "other weights", "server hangs")
         if endpoint.healthy and (endpoint.failures >= _FAILURES_UNTIL_DOWN or lost):
-            logger.warning("%s is taken out after %s; it is probed until it is back", endpoint.facts.url, error)
+            self._say(f"{endpoint.facts.url} is taken out after {error}; it is probed until it is back")
             endpoint.healthy = False
             self._spawn(self._recover(endpoint))
 
@@ -259,14 +278,14 @@ class Fleet:
                 pause = min(pause * 1.5, 15.0)
             except Unfit as unfit:
                 endpoint.unfit = str(unfit)
-                logger.error("%s stays out: %s", url, unfit)
+                self._say(f"{url} stays out: {unfit}")
                 if all(e.unfit for e in self.endpoints.values()):
                     self.stop(NoServer(f"No server is fit any more; {url}: {unfit}"))
                 return
             else:
-                logger.warning("%s is back", url)
-                endpoint.facts, endpoint.failures, endpoint.healthy = facts, 0, True
-                endpoint.budget, endpoint.most_requests = _room(facts, self._share)
+                self._say(f"{url} is back")
+                endpoint.facts, endpoint.failures, endpoint.silent_looks, endpoint.healthy = facts, 0, 0, True
+                endpoint.room, endpoint.most_requests, endpoint.budget = _room(facts, self._share)
                 self._admit_waiting()
                 return
 
@@ -277,15 +296,21 @@ class Fleet:
                 endpoint.load = Load()
                 continue
             try:
-                ranks = (await get(self._session, f"{endpoint.facts.url}/v1/loads?include=core,queues", 5))["loads"]
+                url = f"{endpoint.facts.url}/v1/loads?include=core,queues"
+                ranks = (await get(self._session, url, _LOOK_TIMEOUT_S))["loads"]
                 load = Load(
                     sum(rank["num_running_reqs"] for rank in ranks),
                     sum(rank["num_waiting_reqs"] for rank in ranks),
                     max((rank["token_usage"] for rank in ranks), default=0.0),
                     sum(rank["gen_throughput"] for rank in ranks),
                 )
-            except (Transient, Refused, Unauthorized, KeyError, TypeError):
-                continue  # the requests themselves tell whether it is alive
+            except (Transient, Refused, Unauthorized, KeyError, TypeError) as error:
+                endpoint.silent_looks += isinstance(error, Transient) and error.cause == "timeout"
+                if endpoint.silent_looks >= _SILENT_LOOKS:
+                    for task in list(endpoint.posts):
+                        task.cancel()
+                continue
+            endpoint.silent_looks = 0
             endpoint.adapt(load, starved=bool(self._waiting))
             self._admit_waiting()
 
@@ -306,7 +331,7 @@ class Fleet:
                 )
                 return
             if not said:
-                logger.warning("No server answers; waiting up to %.0f s.", self._outage_limit_s)
+                self._say(f"No server answers; waiting up to {self._outage_limit_s:.0f} s.")
                 said = True
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -320,9 +345,10 @@ class Fleet:
         task.add_done_callback(ended)
 
 
-def _room(facts: ServerFacts, share: float) -> tuple[float, int]:
-    """The first budget of tokens, and the most requests; a tenth more than run at once, so that none waits for us."""
-    return facts.capacity_tokens * share, max(1, round(facts.max_running * share * 1.1))
+def _room(facts: ServerFacts, share: float) -> tuple[float, int, float]:
+    """Our share of the tokens, the most requests (a tenth more than run at once), and the first budget."""
+    room = facts.capacity_tokens * share
+    return room, max(1, round(facts.max_running * share * 1.1)), room
 
 
 class AnswerLengths:

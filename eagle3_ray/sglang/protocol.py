@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class Unauthorized(Exception):
-    """HTTP 401, 403 or 404: the setup is at fault, no row will get through."""
+    """HTTP 401, 403, 404 and their like: the setup is at fault, no row will get through."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(status, detail)

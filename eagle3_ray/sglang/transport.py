@@ -48,9 +48,9 @@ async def _json(response: aiohttp.ClientResponse) -> Any:
     if status == 429 or status == 408 or status >= 500:
         wish = response.headers.get("Retry-After", "")
         raise Transient(f"HTTP {status}", detail, float(wish) if wish.isdigit() else 0.0)
-    if status in (401, 403, 404):
-        raise Unauthorized(status, detail)
-    raise Refused(f"HTTP {status}: {detail}")
+    if status in (400, 413, 422):
+        raise Refused(f"HTTP {status}: {detail}")
+    raise Unauthorized(status, detail)
 
 
 def _lost(error: BaseException) -> Transient:

@@ -1,4 +1,4 @@
-"""Kills at random moments: whatever dies, the same command completes the run; only what was in flight is asked twice."""
+"""Kills at random moments: whatever dies, the same command completes the run and asks twice for what was in flight."""
 
 import collections
 import os

@@ -17,7 +17,8 @@ from tests.jobs import Jobs, assert_sound, fake_server, settings, write_prompts
 
 target, scratch, cpus = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 context = ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
-jobs, run, prompts = Jobs(context.address_info["gcs_address"], ""), scratch / "run", write_prompts(scratch / "p.jsonl", 90)
+jobs, run = Jobs(context.address_info["gcs_address"], ""), scratch / "run"
+prompts = write_prompts(scratch / "p.jsonl", 90)
 with fake_server(target) as server:
     for limit in (40, 90):
         result = jobs.run(*settings(run, target, prompts, server.url), f"prompts.limit={limit}")

@@ -1,7 +1,9 @@
 """The fleet against stand-in servers: no wrong answer passes, lost servers cost little, load goes where room is."""
 
 import asyncio
+import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -392,13 +394,13 @@ def facts_of(**changes: Any) -> ServerFacts:
     ],
 )
 def test_a_budget_follows_what_the_server_says(load: Load, starved: bool, reserved: int, budget: float) -> None:
-    end = Endpoint(facts_of(), budget=1000, most_requests=35, reserved=reserved)
+    end = Endpoint(facts_of(), room=1000, budget=1000, most_requests=35, reserved=reserved)
     end.adapt(load, starved)
     assert end.budget == pytest.approx(budget)
 
 
 def test_a_budget_grows_to_twice_the_capacity_at_most() -> None:
-    end = Endpoint(facts_of(), budget=1000, most_requests=35)
+    end = Endpoint(facts_of(), room=1000, budget=1000, most_requests=35)
     for _ in range(50):
         end.adapt(Load(running=30), starved=True)
     assert end.budget == 2000
@@ -504,3 +506,25 @@ def test_an_expected_length_is_never_over_the_limit_nor_under_one() -> None:
         for _ in range(100):
             lengths.learn("p", most)
         assert lengths.expected("p") == most
+
+
+def test_a_server_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay open and nothing comes back: no request timeout of half an hour has to pass."""
+    monkeypatch.setattr(fleet_module, "_SILENT_LOOKS", 1)
+    monkeypatch.setattr(fleet_module, "_LOOK_TIMEOUT_S", 0.2)
+
+    async def run(hanging: FakeServer, healthy: FakeServer) -> None:
+        async with started_fleet(hanging, healthy) as fleet:
+            work = in_background(outcomes(fleet, prompts(60)))
+            while fleet.endpoints[hanging.url].in_flight == 0:
+                await asyncio.sleep(0.01)
+            os.kill(hanging.pid, signal.SIGSTOP)
+            try:
+                answers = await asyncio.wait_for(work, 30)
+            finally:
+                os.kill(hanging.pid, signal.SIGCONT)
+            assert output_ids(answers) == [right_answer(ids) for ids in prompts(60)]
+            assert fleet.endpoints[hanging.url].retries["server hangs"] > 0
+
+    with server(base_latency_s=0.3, max_running=4) as hanging, server(base_latency_s=0.05) as healthy:
+        asyncio.run(run(hanging, healthy))

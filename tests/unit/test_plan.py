@@ -235,10 +235,10 @@ def test_samples_are_units_of_their_own(tmp_path: Path) -> None:
     assert {u["unit"] for u in one.units} <= {u["unit"] for u in three.units}  # more samples extend a run
 
 
-def test_expected_rows_are_turns_times_samples(tmp_path: Path, tiny_target: Path) -> None:
+def test_expected_rows_are_turns_times_samples(tmp_path: Path, target: Path) -> None:
     conversation = {"id": "c", "messages": [{"role": "user", "content": f"turn {n}"} for n in range(3)]}
     files: Rows = {"B1/x": [conversation, {"id": "s", "prompt": "single"}, b"junk"]}
-    made = _make(tmp_path / "plan", files, _settings(tiny_target, samples_per_prompt=2))
+    made = _make(tmp_path / "plan", files, _settings(target, samples_per_prompt=2))
     assert made.counts["B1"]["expected"] == (3 + 1) * 2 + 1
     assert sum(unit["turns"] for unit in made.units) == (3 + 1) * 2 + 1
 
@@ -308,10 +308,10 @@ def test_many_units_are_written_as_several_files_in_one_order(tmp_path: Path, mo
     ],
 )
 def test_a_bad_row_keeps_file_and_line_and_the_rest_goes_on(
-    tmp_path: Path, tiny_target: Path, row: Any, reason: str
+    tmp_path: Path, target: Path, row: Any, reason: str
 ) -> None:
     files: Rows = {"B1/x": [{"id": "a", "prompt": "good"}, row, {"id": "b", "input_ids": [1]}]}
-    made = _make(tmp_path / "plan", files, _settings(tiny_target))
+    made = _make(tmp_path / "plan", files, _settings(target))
     assert made.names == {("B1", "a"), ("B1", "b")}
     (bad,) = made.bad
     assert (bad["partition"], bad["file"], bad["line"], bad["turns"]) == ("B1", "B1/x", 2, 1)
@@ -319,13 +319,13 @@ def test_a_bad_row_keeps_file_and_line_and_the_rest_goes_on(
     assert made.counts["B1"]["bad"] == 1
 
 
-def test_a_reason_that_utf8_cannot_hold_is_stored_with_escapes(tmp_path: Path, tiny_target: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
+def test_a_reason_that_utf8_cannot_hold_is_stored_with_escapes(tmp_path: Path, target: Path) -> None:
+    refusing = tmp_path / "refusing"
+    refusing.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (target / file).write_bytes((tiny_target / file).read_bytes())
-    (target / "chat_template.jinja").write_text("{{ raise_exception('refused: ' + messages[0].content) }}")
-    made = _make(tmp_path / "plan", {"B1/x": [{"prompt": "\ud800!"}]}, _settings(target))
+        (refusing / file).write_bytes((target / file).read_bytes())
+    (refusing / "chat_template.jinja").write_text("{{ raise_exception('refused: ' + messages[0].content) }}")
+    made = _make(tmp_path / "plan", {"B1/x": [{"prompt": "\ud800!"}]}, _settings(refusing))
     assert made.bad[0]["reason"] == "the chat template refuses it: refused: \\ud800!"
 
 
@@ -337,16 +337,16 @@ def test_odd_ids_are_only_names(tmp_path: Path) -> None:
     assert made.counts["B1"]["prompts"] == len(ids)
 
 
-def test_prompts_are_rendered_to_the_ids_of_the_first_turn(tmp_path: Path, tiny_target: Path) -> None:
+def test_prompts_are_rendered_to_the_ids_of_the_first_turn(tmp_path: Path, target: Path) -> None:
     rows = [{"id": "a", "prompt": "Why?", "chat_template_kwargs": {"enable_thinking": True}}]
-    (unit,) = _make(tmp_path / "plan", {"B1/x": rows}, _settings(tiny_target)).units
+    (unit,) = _make(tmp_path / "plan", {"B1/x": rows}, _settings(target)).units
     text = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>"
-    tokenizer = Tokenizer.from_file(str(tiny_target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     assert unit["prompt_ids"] == tokenizer.encode(text, add_special_tokens=False).ids
     assert unit["conversation"] is None
 
 
-def test_the_messages_of_a_conversation_come_back_for_its_later_turns(tmp_path: Path, tiny_target: Path) -> None:
+def test_the_messages_of_a_conversation_come_back_for_its_later_turns(tmp_path: Path, target: Path) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     row = {
         "id": "c",
@@ -354,41 +354,41 @@ def test_the_messages_of_a_conversation_come_back_for_its_later_turns(tmp_path: 
         "tools": tools,
         "chat_template_kwargs": {"enable_thinking": True},
     }
-    (unit,) = _make(tmp_path / "plan", {"B1/x": [row]}, _settings(tiny_target)).units
+    (unit,) = _make(tmp_path / "plan", {"B1/x": [row]}, _settings(target)).units
     prompt = later_turns("c", unit["conversation"])
     assert prompt.turns == [row["messages"][:2], row["messages"][2:]]
     assert (prompt.prompt_id, prompt.input_ids) == ("c", None)
     assert (prompt.tools, prompt.chat_template_kwargs) == (tools, {"enable_thinking": True})
-    renderer = plan.make_renderer(_settings(tiny_target))
+    renderer = plan.make_renderer(_settings(target))
     assert renderer.prompt_ids(prompt) == unit["prompt_ids"]
 
 
-def test_the_tools_of_a_single_turn_are_kept_so_that_the_audit_knows_of_them(tmp_path: Path, tiny_target: Path) -> None:
+def test_the_tools_of_a_single_turn_are_kept_so_that_the_audit_knows_of_them(tmp_path: Path, target: Path) -> None:
     rows = [{"id": "a", "prompt": "q", "tools": [{"name": "f"}]}, {"id": "b", "prompt": "q", "tools": []}]
-    made = _make(tmp_path / "plan", {"B1/x": rows}, _settings(tiny_target))
+    made = _make(tmp_path / "plan", {"B1/x": rows}, _settings(target))
     kept = {unit["prompt_id"]: unit["conversation"] for unit in made.units}
     assert later_turns("a", kept["a"]).tools == [{"name": "f"}]
     assert kept["b"] is None
 
 
-def test_conversations_are_duplicates_only_where_every_turn_is_the_same(tmp_path: Path, tiny_target: Path) -> None:
+def test_conversations_are_duplicates_only_where_every_turn_is_the_same(tmp_path: Path, target: Path) -> None:
     def row(*texts: str) -> dict[str, Any]:
         return {"id": "-".join(texts) + str(len(seen)), "messages": [{"role": "user", "content": t} for t in texts]}
 
     seen: list[Any] = []
     for texts in (("a",), ("a", "b"), ("a", "c"), ("a", "b"), ("a",)):
         seen.append(row(*texts))
-    made = _make(tmp_path / "plan", {"B1/x": seen}, _settings(tiny_target))
+    made = _make(tmp_path / "plan", {"B1/x": seen}, _settings(target))
     assert {unit["line"] for unit in made.units} == {1, 2, 3}
     assert made.counts["B1"]["duplicates"] == 2
 
 
-def test_a_text_and_ready_ids_that_are_the_same_prompt_are_duplicates(tmp_path: Path, tiny_target: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(tiny_target / "tokenizer.json"))
+def test_a_text_and_ready_ids_that_are_the_same_prompt_are_duplicates(tmp_path: Path, target: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     files: Rows = {"B1/x": [{"id": "a", "prompt": "q"}, {"id": "b", "input_ids": ids}]}
-    assert _make(tmp_path / "plan", files, _settings(tiny_target)).names == {("B1", "a")}
+    assert _make(tmp_path / "plan", files, _settings(target)).names == {("B1", "a")}
 
 
 # --- nothing to do
@@ -500,12 +500,12 @@ def test_a_file_that_breaks_off_stops_the_read(tmp_path: Path) -> None:
         list(_read_source(batch))
 
 
-def test_real_prompts_are_planned_without_a_loss(tmp_path: Path, tiny_target: Path, shared_data: Path) -> None:
+def test_real_prompts_are_planned_without_a_loss(tmp_path: Path, target: Path, shared_data: Path) -> None:
     files: Rows = {}
     for source in find(str(shared_data / "prompts")):
         lines = Path(source.path).read_bytes().splitlines()[:200]
         files[f"{source.partition}/x"] = list(lines)
-    made = _make(tmp_path / "plan", files, _settings(tiny_target, limit=100))
+    made = _make(tmp_path / "plan", files, _settings(target, limit=100))
     assert set(made.counts) == {"B1_gsm8k", "B2_codegen", "B3_seed_tasks"}
     for file, lines in files.items():
         count = made.counts[file.split("/")[0]]

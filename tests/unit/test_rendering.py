@@ -20,13 +20,13 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny_target: Path) -> Renderer:
-    return Renderer(tiny_target, boundary_ids=[END_THINK])
+def renderer(target: Path) -> Renderer:
+    return Renderer(target, boundary_ids=[END_THINK])
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_target: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(tiny_target / "tokenizer.json"))
+def plain(target: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(target / "tokenizer.json"))
 
 
 def _ids(plain: Tokenizer, text: str) -> list[int]:
@@ -123,8 +123,8 @@ def test_the_reasoning_of_an_answer_goes_to_the_template_as_reasoning_content(
     assert renderer.prompt_ids(prompt, [answer]) == _ids(plain, expected)
 
 
-def test_without_a_boundary_the_answer_is_content_as_a_whole(tiny_target: Path, plain: Tokenizer) -> None:
-    renderer = Renderer(tiny_target)
+def test_without_a_boundary_the_answer_is_content_as_a_whole(target: Path, plain: Tokenizer) -> None:
+    renderer = Renderer(target)
     prompt = _prompt(messages=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
     answer = [*_ids(plain, "hm"), IM_END]
     expected = _said("user", "one") + _said("assistant", "hm") + _said("user", "two") + ASK
@@ -211,17 +211,17 @@ def test_template_options_that_would_change_what_is_rendered_are_refused(
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ messages[7].role.x }}", "{{ messages[0]['content'] + 1 }}"])
-def test_a_template_that_breaks_on_a_row_costs_that_row(tmp_path: Path, template: str, tiny_target: Path) -> None:
+def test_a_template_that_breaks_on_a_row_costs_that_row(tmp_path: Path, template: str, target: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (tmp_path / name).write_bytes((tiny_target / name).read_bytes())
+        (tmp_path / name).write_bytes((target / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(BadPrompt, match="the chat template refuses it"):
         Renderer(tmp_path).prompt_ids(_prompt(prompt="q"))
 
 
-def test_a_template_that_gives_nothing_is_refused(tmp_path: Path, tiny_target: Path) -> None:
+def test_a_template_that_gives_nothing_is_refused(tmp_path: Path, target: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (tmp_path / name).write_bytes((tiny_target / name).read_bytes())
+        (tmp_path / name).write_bytes((target / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% if false %}x{% endif %}")
     with pytest.raises(BadPrompt, match="gives no tokens"):
         Renderer(tmp_path).prompt_ids(_prompt(prompt="q"))

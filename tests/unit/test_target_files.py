@@ -15,17 +15,17 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def folder(tiny_target: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_target, tmp_path / "model"))
+def folder(target: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(target, tmp_path / "model"))
 
 
 def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_model_folder_resolves_to_itself_without_its_weights(tiny_target: Path) -> None:
-    files = resolve(str(tiny_target))
-    assert files.folder == tiny_target
+def test_a_model_folder_resolves_to_itself_without_its_weights(target: Path) -> None:
+    files = resolve(str(target))
+    assert files.folder == target
     assert files.vocab_size == VOCAB_SIZE
     assert files.config["architectures"] == ["LlamaForCausalLM"]
     assert files.fingerprint()["target.weights"] is None
@@ -60,8 +60,8 @@ def test_stop_tokens_come_from_the_generation_config_and_else_from_the_config(
     assert resolve(str(folder)).stop_ids() == stops
 
 
-def test_the_stop_tokens_of_the_tiny_target_are_both_of_its_ends(tiny_target: Path) -> None:
-    assert resolve(str(tiny_target)).stop_ids() == [END_OF_TEXT, IM_END]
+def test_the_stop_tokens_of_the_tiny_target_are_both_of_its_ends(target: Path) -> None:
+    assert resolve(str(target)).stop_ids() == [END_OF_TEXT, IM_END]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_one_changed_byte_in_any_file_changes_just_its_field(folder: Path, name:
     assert [key for key in before if before[key] != after[key]] == [field]
 
 
-def test_a_copy_in_another_folder_has_the_same_fingerprint(tiny_target: Path, folder: Path) -> None:
-    assert resolve(str(folder)).fingerprint() == resolve(str(tiny_target)).fingerprint()
+def test_a_copy_in_another_folder_has_the_same_fingerprint(target: Path, folder: Path) -> None:
+    assert resolve(str(folder)).fingerprint() == resolve(str(target)).fingerprint()
 
 
 @pytest.mark.parametrize("place", [0, MIB - 1, 2 * MIB + 5, 3 * MIB + 4])

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine for the tests of this folder, and the tools to run a job on it as a user does."""
+"""A Ray cluster of this machine, made when the first test asks for it, and a target model for jobs on it."""
 
 import os
 from collections.abc import Iterator
@@ -24,3 +24,15 @@ def cluster() -> Iterator[Jobs]:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a target model without weights."""
     return make_tiny_target(tmp_path_factory.mktemp("target") / "tiny-target")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The real prompts and evaluation questions. A machine without them skips the test; CI may not."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        message = f"the real prompts are not at {folder}"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return folder

@@ -65,7 +65,6 @@ class Generator:
         self._journal = Journal(Path(settings.journal))
         self._lengths = AnswerLengths(settings.sampling.max_new_tokens)
         self._metrics = GenerateMetrics()
-        self._renderer: Any = None
         self._report = Report({}, {}, {})
         self._fleet = Fleet(
             settings.facts,
@@ -155,10 +154,8 @@ class Generator:
         }
 
     def _next_prompt(self, unit: Row, answers: list[list[int]]) -> list[int]:
-        if self._renderer is None:
-            self._renderer = make_renderer(self._settings.plan)
         conversation = later_turns(unit["prompt_id"], unit["conversation"])
-        ids: list[int] = self._renderer.prompt_ids(conversation, answers)
+        ids: list[int] = make_renderer(self._settings.plan).prompt_ids(conversation, answers)
         return ids
 
     def _check_length(self, prompt_ids: list[int]) -> None:

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _PART_SCHEMA = pa.schema(
     ]
 )
 _ROWS_PER_FILE = 8192
+_BLOCK_BYTES = 8 << 20  # of raw rows that one task renders
 ROWS_PER_GROUP = 64
 """Units in a row group of the plan's files: the least that a generating task works on."""
 _PROBE_TEXT = """Grüße, 世界! Unbelievable internationalisation costs 3.14159 or 1234567 dollars; привет, добрый день.
@@ -190,7 +192,6 @@ class Render:
 
     def __init__(self, settings: PlanSettings) -> None:
         self._settings = settings
-        self._renderer: Any = None
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         return pa.Table.from_pylist([self._row(**row) for row in batch.to_pylist()], schema=_PART_SCHEMA)
@@ -211,9 +212,7 @@ class Render:
         return {**row, "prompt_ids": ids, "conversation": conversation}
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if prompt.input_ids is None and self._renderer is None:
-            self._renderer = make_renderer(self._settings)
-        ids = prompt.input_ids if prompt.input_ids is not None else self._renderer.prompt_ids(prompt)
+        ids = prompt.input_ids if prompt.input_ids is not None else make_renderer(self._settings).prompt_ids(prompt)
         for token in ids:
             if not 0 <= token < self._settings.vocab_size:  # sglang 0.5.23: such an id kills the server process
                 raise BadPrompt(f"token id {token} is outside the vocabulary of {self._settings.vocab_size}")
@@ -221,14 +220,15 @@ class Render:
 
 
 def make_renderer(settings: PlanSettings) -> Any:
-    """The renderer that the settings describe. Imports transformers, which takes seconds: only where messages come."""
-    from eagle3_ray.rendering import Renderer
+    """The renderer that the settings describe, made once in a process."""
+    return _renderer(settings.tokenizer_folder, settings.trust_remote_code, tuple(settings.boundary_ids))
 
-    return Renderer(
-        Path(settings.tokenizer_folder),
-        trust_remote_code=settings.trust_remote_code,
-        boundary_ids=settings.boundary_ids,
-    )
+
+@cache
+def _renderer(folder: str, trust_remote_code: bool, boundary_ids: tuple[int, ...]) -> Any:
+    from eagle3_ray.rendering import Renderer  # imports transformers, which takes seconds: only where messages come
+
+    return Renderer(Path(folder), trust_remote_code=trust_remote_code, boundary_ids=boundary_ids)
 
 
 def _conversation(prompt: Prompt) -> str | None:
@@ -295,19 +295,18 @@ def _target_tokens(settings: PlanSettings) -> TargetTokens:
 def _render_all(parts: Path, settings: PlanSettings) -> None:
     import ray.data
 
-    sources = [{"partition": source.partition, "path": source.path} for source in settings.sources]
-    rows = ray.data.from_items(sources, override_num_blocks=len(sources)).map_batches(
+    items = [{"partition": source.partition, "path": source.path} for source in settings.sources]
+    sources = ray.data.from_items(items, override_num_blocks=len(items))
+    sources.context.target_max_block_size = _BLOCK_BYTES
+    rows = sources.map_batches(
         _read_source, batch_size=1, batch_format="pyarrow", num_cpus=0.5
-    )
-    rendered = rows.map_batches(
-        Render,
-        fn_constructor_args=(settings,),
-        batch_size=None,
-        batch_format="pyarrow",
-        num_cpus=1,
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, int(ray.cluster_resources().get("CPU", 1)) - 1)),
-    )
+    )  # not fused with the next
+    rendered = rows.map_batches(partial(_render, settings), batch_size=None, batch_format="pyarrow", num_cpus=1)
     rendered.write_parquet(str(parts), compression="zstd")
+
+
+def _render(settings: PlanSettings, batch: pa.Table) -> pa.Table:
+    return Render(settings)(batch)
 
 
 def _read_source(batch: pa.Table) -> Any:

@@ -53,7 +53,7 @@ def test_no_kill_loses_or_doubles_a_row(cluster: Jobs, target: Path, tmp_path: P
             _, stderr = job.communicate(timeout=300)
         requests = row_requests(one, other)
     assert job.returncode == 0, stderr
-    stored = rows(run, "sequences")
+    stored = rows(run, "sequences") + rows(run, "rejected")  # the stand-in gives an empty answer now and then
     assert sorted(row["prompt_id"] for row in stored) == sorted(f"p{i}" for i in range(PROMPTS))
     assert_sound(run)
     assert sum(killed.values()) == len(kinds)

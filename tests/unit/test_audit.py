@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3_ray.audit import AuditRules, Evidence, judge, loop_length, report
+from eagle3_ray.audit import AuditRules, Evidence, cut_in_reasoning, judge, loop_length, report
 from eagle3_ray.records import SEQUENCE_SCHEMA
 
 STOP, OTHER_STOP, END_THINK, IM_START = 2, 3, 4, 1
@@ -205,3 +205,19 @@ def test_a_report_of_no_files_is_empty_and_without_boundary_ids_the_share_is_0(t
         assert report(db, [], [END_THINK]) == []
         assert report(db, [file], [])[0]["boundary_share"] == 0
         assert report(db, [file], [END_THINK])[0]["boundary_share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "output_ids", "finish_reason", "cut"),
+    [
+        ([5, 6], [10, 11, 12], "length", True),
+        ([5, 6], [10, END_THINK, 12], "length", False),  # the answer itself had begun
+        ([5, 6], [10, 11, STOP], "stop", False),
+        ([5, END_THINK, 6], [10, 11, 12], "length", False),  # the template had closed the reasoning
+    ],
+)
+def test_reasoning_is_cut_where_the_length_came_before_the_boundary(
+    prompt_ids: list[int], output_ids: list[int], finish_reason: str, cut: bool
+) -> None:
+    assert cut_in_reasoning(prompt_ids, output_ids, finish_reason, RULES) == cut
+    assert not cut_in_reasoning(prompt_ids, output_ids, finish_reason, NO_BOUNDARY)

@@ -452,3 +452,10 @@ def test_mt_bench_rows_are_conversations_of_two_turns(shared_data: Path) -> None
     turns = [parse(raw, "x").turns for _, raw in read(source)]
     assert len(turns) == 80
     assert all([len(messages) for messages in conversation] == [1, 1] for conversation in turns)
+
+
+def test_a_glob_over_folders_keeps_their_names_as_partitions(tmp_path: Path) -> None:
+    for name in ("B1", "B2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0.jsonl").write_text('{"prompt": "Hi"}\n')
+    assert [source.partition for source in find(f"{tmp_path}/*/part-0.jsonl")] == ["B1", "B2"]

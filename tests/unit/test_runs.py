@@ -191,3 +191,19 @@ def test_a_reader_never_sees_a_part_of_a_json_file(tmp_path: Path) -> None:
     assert seen
     assert all(seen)
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_field_that_is_missing_now_is_a_difference_too(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.claim("generate", {**FINGERPRINT, "engine.version": "0.5.23"}, {})
+    with pytest.raises(FingerprintMismatch, match=r"engine\.version was '0\.5\.23' and is now None"):
+        run.claim("generate", FINGERPRINT, {})
+
+
+def test_a_stage_can_be_set_aside_again_and_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    places = set()
+    for _ in range(3):
+        run.claim("generate", FINGERPRINT, {})
+        places.add(run.quarantine("generate"))
+    assert len(places) == 3

@@ -1,0 +1,40 @@
+"""Prompts in an object store, against a server that speaks S3."""
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import pyarrow.fs as pafs
+import pytest
+from moto.server import ThreadedMotoServer
+
+from eagle3_ray.prompts import find, parse, read
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket's URI, less the path, and the options behind it."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    yield f"s3://prompts/{{}}?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1&allow_bucket_creation=true"
+    server.stop()
+
+
+def test_partitions_are_found_and_read_in_an_object_store(bucket: str) -> None:
+    filesystem, root = pafs.FileSystem.from_uri(bucket.format("run"))
+    filesystem.create_dir(root, recursive=True)
+    for name, text in {
+        "B1/prompts.jsonl": '{"prompt": "one"}\n\n{"prompt": "two"}\n',
+        "B2.jsonl": '{"prompt": "three"}',
+    }.items():
+        with filesystem.open_output_stream(f"{root}/{name}") as file:
+            file.write(text.encode())
+    sources = find(bucket.format("run"))
+    assert [(s.partition, PurePosixPath(s.path.partition("?")[0]).name) for s in sources] == [
+        ("B1", "prompts.jsonl"),
+        ("B2", "B2.jsonl"),
+    ]
+    rows = [(line, parse(raw, "x").turns[0][0]["content"]) for source in sources for line, raw in read(source)]
+    assert rows == [(1, "one"), (3, "two"), (1, "three")]

@@ -34,8 +34,7 @@ LIGHT = 0.25
 def read_units(run_dir: RunDir, folder: str, groups_per_block: int) -> Dataset:
     """The units in `folder` that are not committed yet, in blocks of that many row groups of the plan."""
     ledger = Ledger(run_dir)
-    committed = ray.remote(committed_units).options(num_cpus=LIGHT).remote(ledger)
-    ray.wait([committed])
+    committed = ray.put(committed_units(ledger))  # 8 bytes a unit
     units = ray.data.read_datasource(UnitsSource(folder, groups_per_block, committed), num_cpus=LIGHT)
     units.context.checkpoint_config = CheckpointConfig(
         id_column="unit",

@@ -298,9 +298,10 @@ def _render_all(parts: Path, settings: PlanSettings) -> None:
     items = [{"partition": source.partition, "path": source.path} for source in settings.sources]
     sources = ray.data.from_items(items, override_num_blocks=len(items))
     sources.context.target_max_block_size = _BLOCK_BYTES
-    rows = sources.map_batches(
-        _read_source, batch_size=1, batch_format="pyarrow", num_cpus=0.5
-    )  # not fused with the next
+    sizes = [stamp(source) for source in settings.sources]
+    small = all(size is not None and size[0] < _BLOCK_BYTES for size in sizes)
+    reading = 1 if small else 0.5  # Ray fuses stages of the same CPUs: one task for each small file does it all
+    rows = sources.map_batches(_read_source, batch_size=1, batch_format="pyarrow", num_cpus=reading)
     rendered = rows.map_batches(partial(_render, settings), batch_size=None, batch_format="pyarrow", num_cpus=1)
     rendered.write_parquet(str(parts), compression="zstd")
 

@@ -6,14 +6,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3_ray.sglang_cpu import Server, ServerFailed
 from eagle3_ray.sglang_cpu.processes import group_members
@@ -35,13 +37,19 @@ def prompts(model: Path) -> list[list[int]]:
 
 
 def greedy(server: Server, input_ids: list[int], tokens: int = 24) -> dict[str, Any]:
-    body = {"input_ids": input_ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens}}
+    sampling = {"temperature": 0, "max_new_tokens": tokens}
+    body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
     request = urllib.request.Request(
         f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         result: dict[str, Any] = json.load(answer)
         return result
+
+
+def all_at_once(server: Server, inputs: list[list[int]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        return list(pool.map(partial(greedy, server), inputs))
 
 
 @contextmanager
@@ -149,6 +157,21 @@ def test_the_chat_template_carries_the_default_system_prompt_and_its_ids_go_roun
     assert tokenizer.convert_ids_to_tokens(tokenizer("\n\n10").input_ids) == ["ĊĊ", "1", "0"]
 
 
+def test_requests_in_one_batch_get_what_transformers_computes_for_each_alone(
+    cpu_server: Server, cpu_model: Path
+) -> None:
+    target = AutoModelForCausalLM.from_pretrained(cpu_model, dtype=torch.float32)
+    inputs = [chat_ids(cpu_model, f"{question} {'Be brief. ' * n}") for n in range(6) for question in QUESTIONS]
+    for input_ids, answer in zip(inputs, all_at_once(cpu_server, inputs), strict=True):
+        output_ids = answer["output_ids"]
+        with torch.inference_mode():
+            logits = target(torch.tensor([input_ids + output_ids])).logits[0, len(input_ids) - 1 : -1]
+        greedy_logprobs, greedy_ids = logits.log_softmax(-1).max(-1)
+        assert output_ids == greedy_ids.tolist()
+        logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        assert logprobs == pytest.approx(greedy_logprobs.tolist(), abs=1e-3)
+
+
 def test_eagle3_decoding_repeats_plain_greedy_decoding_token_for_token(
     cpu_server: Server, cpu_model: Path, repeating_drafter: Path
 ) -> None:
@@ -156,10 +179,12 @@ def test_eagle3_decoding_repeats_plain_greedy_decoding_token_for_token(
     plain = [greedy(cpu_server, ids)["output_ids"] for ids in inputs]
     with Server(cpu_model, drafter=repeating_drafter) as server:
         answers = [greedy(server, ids) for ids in inputs]
+        together = all_at_once(server, inputs * 3)
         assert len(group_members(server.pid)) > 1, "SGLang is several processes"
     assert group_members(server.pid) == []
 
     assert [answer["output_ids"] for answer in answers] == plain
+    assert [answer["output_ids"] for answer in together] == plain * 3
     *chats, zeros = [answer["meta_info"] for answer in answers]
     # sglang 0.5.23: spec_accept_length is completion_tokens / spec_verify_ct, so the prefill's token counts in it
     assert zeros["spec_accept_length"] > 3

@@ -8,9 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from eagle3_ray.sglang_cpu import InstallFailed, ServerFailed, processes, venv
 from eagle3_ray.sglang_cpu.__main__ import main, parse
@@ -157,13 +162,13 @@ def test_arguments_that_install_does_not_know_are_refused() -> None:
         parse(["install", "--dtype", "bfloat16"])
 
 
-def test_speculation_asks_for_the_backend_that_the_launcher_stands_in_for() -> None:
-    def backend(drafter: Path | None, args: list[str]) -> str:
+def test_attention_is_the_stand_in_s_unless_another_backend_is_asked_for() -> None:
+    def last_backend(drafter: Path | None, args: list[str]) -> str:
         words = sglang_arguments(Path("m"), 1, 64, drafter, args)
-        return words[words.index("--attention-backend") + 1]
+        return [value for name, value in pairwise(words) if name == "--attention-backend"][-1]
 
-    assert backend(None, []) == "torch_native"
-    assert backend(Path("d"), []) == backend(None, ["--speculative-algorithm", "EAGLE3"]) == "intel_amx"
+    assert last_backend(None, []) == last_backend(Path("d"), []) == "intel_amx"
+    assert last_backend(None, ["--attention-backend", "torch_native"]) == "torch_native"
 
 
 def test_the_product_s_python_path_stays_out_of_sglang_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +187,102 @@ def test_a_failure_is_one_message_and_exit_code_one(
     monkeypatch.setattr("eagle3_ray.sglang_cpu.__main__.install", fail)
     assert main(["install"]) == 1
     assert capsys.readouterr().err == "InstallFailed: No disk. Buy one.\n"
+
+
+# The stand-in for sgl_kernel
+
+
+@pytest.fixture(scope="module")
+def kernel() -> ModuleType:
+    """Loaded by path, as SGLang's environment finds it; it needs torch only."""
+    spec = spec_from_file_location("sgl_kernel_stand_in", LAUNCH.parent / "sgl_kernel" / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Batch:
+    """Requests with contexts of `lengths`, the last `new_lengths` of them new, in cache rows drawn at random."""
+
+    heads, kv_heads, size, scale = 6, 2, 8, 0.3
+
+    def __init__(self, lengths: list[int], new_lengths: list[int], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.new_lengths = torch.tensor(lengths), torch.tensor(new_lengths)
+        self.starts = self.new_lengths.cumsum(0) - self.new_lengths
+        self.requests = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
+        self.table = torch.randperm((len(lengths) + 2) * 600, generator=generator).view(-1, 600).int()
+        cached = (self.table.numel(), self.kv_heads, self.size)
+        self.k, self.v = (torch.randn(cached, generator=generator) for _ in range(2))
+        self.q = torch.randn(sum(new_lengths), self.heads, self.size, generator=generator)
+
+    def expected(self) -> torch.Tensor:
+        """One token after the other, as the definition of attention has it."""
+        answers = []
+        for request, length, new in zip(self.requests, self.lengths, self.new_lengths, strict=True):
+            for seen in range(length - new + 1, length + 1):
+                rows = self.table[request, :seen].long()
+                k, v = (cache[rows].repeat_interleave(3, 1) for cache in (self.k, self.v))
+                scores = torch.einsum("hd,thd->ht", self.q[len(answers)], k) * self.scale
+                answers.append(torch.einsum("ht,thd->hd", scores.softmax(-1), v))
+        return torch.stack(answers)
+
+    def extended(self, kernel: ModuleType, variants: tuple[Any, ...] = (0.0, False, 0, None, None)) -> torch.Tensor:
+        out = torch.empty_like(self.q)
+        places = (self.table, self.requests, self.lengths, self.new_lengths, self.starts)
+        new_max = int(self.new_lengths.max())
+        kernel.extend_attention(self.q, None, None, out, self.k, self.v, 1, 1, *places, new_max, self.scale, *variants)
+        return out
+
+    def decoded(self, kernel: ModuleType) -> torch.Tensor:
+        """The new keys and values are handed over, and not yet in the cache."""
+        out = torch.empty_like(self.q)
+        last = self.table[self.requests, self.lengths - 1].long()
+        k, v = self.k[last].flatten(1), self.v[last].flatten(1)
+        self.k[last], self.v[last] = 0, 0
+        places = (last, None, self.table, self.requests, self.lengths)
+        kernel.decode_attention(self.q, self.k, self.v, 1, 1, out, k, v, *places, self.scale, 0.0, False, 0, None, None)
+        return out
+
+
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [3, 500, 1, 40, 499, 41, 300], list(range(1, 80))])
+def test_one_new_token_attends_to_all_of_its_own_request_and_to_nothing_else(
+    kernel: ModuleType, lengths: list[int]
+) -> None:
+    batch = Batch(lengths, [1] * len(lengths))
+    torch.testing.assert_close(batch.decoded(kernel), batch.expected())
+
+
+@pytest.mark.parametrize("new_lengths", [[4, 4, 4, 4], [5, 300, 1, 2], [9, 1, 9, 1]])
+def test_several_new_tokens_attend_causally(kernel: ModuleType, new_lengths: list[int]) -> None:
+    batch = Batch([9, 300, 20, 2 + new_lengths[3]], new_lengths)
+    torch.testing.assert_close(batch.extended(kernel), batch.expected())
+
+
+def test_a_batch_that_differs_in_its_cache_rows_alone_is_not_taken_for_the_last_one(kernel: ModuleType) -> None:
+    batch = Batch([9, 30], [4, 4])
+    batch.extended(kernel)
+    batch.table[batch.requests] = batch.table[batch.requests.flip(0)]
+    torch.testing.assert_close(batch.extended(kernel), batch.expected())
+
+
+def test_attention_that_is_not_plain_is_refused(kernel: ModuleType) -> None:
+    batch = Batch([9], [4])
+    for variants in ((30.0, False, 0, None, None), (0.0, False, 128, None, None), (0.0, False, 0, None, torch.ones(6))):
+        with pytest.raises(NotImplementedError, match="--attention-backend torch_native"):
+            batch.extended(kernel, variants)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 64])
+def test_a_packed_product_is_torch_s_own(kernel: ModuleType, rows: int) -> None:
+    weight = torch.nn.Parameter(torch.randn(48, 32), requires_grad=False)
+    x, bias = torch.randn(rows, 32), torch.randn(48)
+    for _ in range(2):
+        for maybe in (None, bias):
+            product = kernel.weight_packed_linear(x, weight, maybe, True)
+            torch.testing.assert_close(product, torch.nn.functional.linear(x, weight, maybe))
 
 
 # Ports

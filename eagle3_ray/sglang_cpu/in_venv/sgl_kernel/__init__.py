@@ -180,7 +180,7 @@ class Group:
 
 
 def group_members(lengths: list[int], new_lengths: list[int]) -> list[list[int]]:
-    """Sorted, so that little is padding; small, so that gathered keys are still in the CPU's cache when they are used."""
+    """Sorted, so that little is padding; small, so that gathered keys still stand in the CPU's cache when used."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (new_lengths[i], lengths[i])):
         if groups and new_lengths[groups[-1][0]] == new_lengths[i] and (len(groups[-1]) + 1) * lengths[i] <= GROUP_ROWS:

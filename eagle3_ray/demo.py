@@ -32,7 +32,7 @@ def main() -> int:
     install()
     _say("2/4 the target: SmolLM2-135M-Instruct")
     folder = model()
-    settings = [f"run.dir={run_dir}", f"prompts.path={_ROOT / 'demo' / 'prompts'}"]
+    settings = [f"run.dir={run_dir}", f"prompts.path={_ROOT / 'demo' / 'prompts'}", "generate.max_new_tokens=96"]
     if RunDir(run_dir).succeeded("generate"):
         _say(f"3/4 {run_dir} is complete already: the job has nothing to do and needs no server")
         code = _submit([*settings, *arguments.overrides])

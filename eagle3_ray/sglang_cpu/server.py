@@ -3,8 +3,8 @@
     with Server(model()) as server:
         requests.post(server.url + "/generate", json={"input_ids": [1, 2, 3]})
 
-float32 and one thread are the defaults: float32 because speculative decoding then equals plain greedy decoding token
-for token, one thread because torch's threads spin against each other where other work shares the machine.
+float32 is the default because speculative decoding then equals plain greedy decoding token for token. The model's
+threads wait for each other asleep: spinning, they would bring each other to a halt where other work shares the cores.
 """
 
 import os
@@ -15,6 +15,12 @@ from eagle3_ray.sglang_cpu.processes import HOST, ServerProcess, free_port
 from eagle3_ray.sglang_cpu.venv import install
 
 LAUNCH = Path(__file__).parent / "in_venv" / "launch.py"
+MOST_THREADS = 4
+"""By default. A model small enough for a CPU has little more to share out in one step."""
+
+
+def default_threads() -> int:
+    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
 class Server(ServerProcess):
@@ -30,16 +36,19 @@ class Server(ServerProcess):
         kv_tokens: int = 16384,
         log: Path | None = None,
         startup_timeout_s: float = 300,
-        threads: int = 1,
+        threads: int | None = None,
         env: Mapping[str, str] | None = None,
         cache: Path | None = None,
     ) -> None:
-        """`args` are more SGLang arguments, `env` more environment (a plugin's PYTHONPATH, say)."""
+        """`args` are more SGLang arguments, `env` more environment (a plugin's PYTHONPATH, say).
+
+        `threads` are the model's own; None takes one for each core, up to four.
+        """
         port = port or free_port()
         super().__init__(
             [install(cache) / "bin" / "python", LAUNCH, *sglang_arguments(model, port, kv_tokens, drafter, args)],
             port=port,
-            env=server_environment(threads) | dict(env or {}),
+            env=server_environment(threads or default_threads()) | dict(env or {}),
             log=log,
             startup_timeout_s=startup_timeout_s,
         )
@@ -79,5 +88,6 @@ def server_environment(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
         "EAGLE3_RAY_SERVER_PARENT": str(os.getpid()),
     }

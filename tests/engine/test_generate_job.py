@@ -11,7 +11,7 @@ import aiohttp
 from eagle3_ray.sglang_cpu import Server
 from tests.jobs import Jobs, rows
 
-TOKENS = 24
+TOKENS = 16
 PER_PARTITION = 100
 CONVERSATIONS = 12
 

@@ -176,6 +176,7 @@ def test_the_product_s_python_path_stays_out_of_sglang_s_environment(monkeypatch
     environment = server_environment(threads=3)
     assert "PYTHONPATH" not in environment
     assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_a_failure_is_one_message_and_exit_code_one(

@@ -164,8 +164,8 @@ def _read(source: str) -> dict[str, Any]:
         raise ConfigError(f"'{source}' is neither a file nor a preset. Presets: {', '.join(presets())}.")
     try:
         tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has to hold sections such as 'run:' and 'target:'.")
     return {name: {} if section is None else section for name, section in tree.items()}  # `generate:` and no more

@@ -40,6 +40,8 @@ def main() -> int:
         _say("3/4 SGLang starts (about half a minute)")
         with Server(folder) as server:
             code = _submit([*settings, f"generate.endpoints={server.url}", *arguments.overrides])
+    if not RunDir(run_dir).manifest():
+        return code
     _say(f"4/4 what there is now, {time.monotonic() - started:.0f} s after the start")
     print(doctor.describe(RunDir(run_dir)))
     return code
@@ -51,7 +53,9 @@ def _submit(settings: list[str]) -> int:
 
     os.environ["RAY_AUTH_MODE"] = "disabled"  # the cluster listens on loopback only and ends with the demo
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    cluster = ray.init(include_dashboard=True, dashboard_host="127.0.0.1", logging_level="warning", log_to_driver=False)
+    cluster = ray.init(
+        "local", include_dashboard=True, dashboard_host="127.0.0.1", logging_level="warning", log_to_driver=False
+    )
     try:
         command = ["python", str(_ROOT / "jobs" / "generate.py"), "smollm2-cpu", *settings]
         address = f"http://{cluster.dashboard_url}"

@@ -4,13 +4,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_ray import plan
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.records import REJECTED, SEQUENCES, token_sha
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunBusy, RunDir, RunError, WriterLock
+from eagle3_ray.runs import RunDir, RunError, WriterLock
 from eagle3_ray.target.files import resolve
 
 _SAMPLE_TOKENS = 60
@@ -27,11 +28,16 @@ def describe(run: RunDir) -> str:
         raise RunError(f"{run.path} holds no run (no manifest.json with a stage). Start one with jobs/generate.py.")
     entry = manifest[STAGE]
     ledger = Ledger(run)
+    if damaged := [file for file in ledger.files() if not _is_whole(file)]:
+        return (
+            f"{run.path}\n  PROBLEM: {damaged[0]} is no whole Parquet file ({len(damaged)} such). Set the stage aside "
+            f"with --quarantine {STAGE} and generate again."
+        )
     known = plan.load(run.stage(STAGE) / "plan")
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
     missing = expected - counts["rows"] - counts["rejected"]
-    state = "complete" if run.succeeded(STAGE) else "a job is writing" if _is_busy(run) else "not complete"
+    state = "complete" if run.succeeded(STAGE) else "a job is writing" if WriterLock.is_held(run) else "not complete"
     lines = [
         f"{run.path}",
         f"generate: {state}, {counts['rows']:,} sequences + {counts['rejected']:,} rejected of {expected:,} rows, "
@@ -70,7 +76,7 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
     if wrong_sha:
         yield f"{wrong_sha} rows are not the tokens that were generated (token_sha); set the stage aside (--quarantine)"
     pending = len(list(ledger.checkpoint.glob("*.pending.parquet")))
-    if pending and not _is_busy(run):
+    if pending and not WriterLock.is_held(run):
         yield f"{pending} files were being written when a job ended; the next job writes them anew"
     summary = run.summary(STAGE)
     if summary and not run.succeeded(STAGE):
@@ -81,12 +87,16 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
 
 
 def _sample(ledger: Ledger, config: dict[str, Any]) -> Iterator[str]:
-    files = ledger.files(SEQUENCES)
+    files = ledger.files(SEQUENCES) + ledger.files(REJECTED)
     if not files:
         return
     row = next(pq.ParquetFile(files[0]).iter_batches(batch_size=1)).to_pylist()[0]
     target = config["target"]
-    renderer = Renderer(resolve(target["model"]).folder, trust_remote_code=target["trust_remote_code"])
+    try:
+        renderer = Renderer(resolve(target["model"]).folder, trust_remote_code=target["trust_remote_code"])
+    except (ImportError, OSError, ValueError) as error:
+        yield f"  no sample: the target's tokenizer cannot be loaded ({error})"
+        return
     yield f"  sample {row['partition']}/{row['prompt_id']}, turn {row['turn']}, as the target saw and wrote it:"
     yield f"    {renderer.text(row['prompt_ids'][-_SAMPLE_TOKENS:])!r}"
     answer = row["output_ids"]
@@ -96,12 +106,12 @@ def _sample(ledger: Ledger, config: dict[str, Any]) -> Iterator[str]:
     yield f"    {len(row['prompt_ids'])} + {len(answer)} tokens, finish {row['finish_reason']}"
 
 
-def _is_busy(run: RunDir) -> bool:
+def _is_whole(file: str) -> bool:
     try:
-        with WriterLock(run):
-            return False
-    except RunBusy:
-        return True
+        pq.read_metadata(file)
+    except (OSError, pa.ArrowInvalid):
+        return False
+    return True
 
 
 def _short(fingerprint: dict[str, Any]) -> str:

@@ -22,13 +22,14 @@ from eagle3_ray import plan, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
-from eagle3_ray.generator import Generator, GeneratorSettings, explain
+from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.prompts import find
-from eagle3_ray.runs import SUCCESS, RunDir, WriterLock, write_json
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock
 from eagle3_ray.sglang.checkup import check_up
-from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit
+from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.target.files import TargetFiles, resolve
 
@@ -46,14 +47,15 @@ def run(config: Config) -> dict[str, Any]:
     target = resolve(config.target.model)
     with WriterLock(run_dir) as lock:
         settings = _plan_settings(config, target)
-        if (summary := _finished(run_dir, config, target, settings)) is not None:
+        _check_ours(run_dir, _fingerprint(config, target))
+        if run_dir.succeeded_with(STAGE, settings.key()) and (summary := run_dir.summary(STAGE)) is not None:
+            print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
         _connect()
         work = _prepare(run_dir, config, target, settings)
         if work.plan.expected == 0:
             raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
-        run_dir.claim(STAGE, {**_fingerprint(config, target), **work.facts[0].settings}, _about(config, work.facts))
-        (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
+        _claim(run_dir, config, target, work.facts)
         observer = telemetry.start(work.rules)
         expected = {p.partition: p.expected for p in work.plan.partitions}
         stopped_by = None
@@ -61,16 +63,19 @@ def run(config: Config) -> dict[str, Any]:
             try:
                 _pipeline(run_dir, config, work, observer, lock.token)
             except (ray.exceptions.RayError, OSError) as error:
-                stopped_by = ray.get(observer.view.remote()).stop_reason or explain(_root(error))
-            except SystemExit:
-                stopped_by = "SIGTERM"
+                stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(error))
+            except (SystemExit, KeyboardInterrupt) as end:
+                stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
         view = ray.get(observer.view.remote())
         summary = _summarise(run_dir, config, work.plan, view, stopped_by, time.monotonic() - started)
-        run_dir.write_summary(STAGE, summary)
-        if summary["status"] == "complete":
-            for path in (run_dir.stage(STAGE) / "journal").glob("*.jsonl"):
-                path.unlink()
-            write_json(run_dir.stage(STAGE) / SUCCESS, {"rows": summary["rows"], "rejected": summary["rejected"]})
+        try:
+            run_dir.write_summary(STAGE, summary)
+            if summary["status"] == "complete":
+                run_dir.succeed(STAGE, settings.key())
+                for path in (run_dir.stage(STAGE) / "journal").glob("*.jsonl"):
+                    path.unlink()
+        except OSError as error:
+            summary["status"], summary["stopped_by"] = "stopped", explain(error)
         return summary
 
 
@@ -125,7 +130,7 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
     stops = target.stop_ids()
     if not stops:
         raise ConfigError(f"target.model={config.target.model}: its config.json names no eos_token_id. Add it there.")
-    the_plan = plan.make(run_dir.stage(STAGE) / "plan", settings, Ledger(run_dir).rows)
+    the_plan = plan.make(run_dir.stage(STAGE) / "plan", settings, Ledger(run_dir).files())
     material = _probe_material(config, target, the_plan.tokens)
     sampling = Sampling(
         max_new_tokens=generate.max_new_tokens,
@@ -135,7 +140,7 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
         vocab_size=target.vocab_size,
         stop_ids=frozenset(stops),
     )
-    facts, silent = check_up(generate.endpoints, material, sampling, generate.api_key_env, generate.request_timeout_s)
+    facts, silent = check_up(generate.endpoints, material, sampling, _api_key(config), generate.request_timeout_s)
     rules = AuditRules(
         stop_ids=sampling.stop_ids,
         special_ids=frozenset(the_plan.tokens.special_ids),
@@ -143,7 +148,7 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
         loop_tokens=config.audit.loop_tokens,
         evidence_rows=config.audit.evidence_rows,
     )
-    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, the_plan)
+    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, the_plan, ray.cluster_resources()["CPU"])
     return _Work(the_plan, settings, facts, silent, material, sampling, rules, pool)
 
 
@@ -163,7 +168,7 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, token
         attempts=generate.attempts,
         request_timeout_s=generate.request_timeout_s,
         outage_limit_s=generate.outage_limit_s,
-        api_key_env=generate.api_key_env,
+        api_key=_api_key(config),
     )
     units = read_units(run_dir, work.plan.units, work.pool.groups_per_block)
     rows = units.map_batches(
@@ -181,16 +186,40 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, token
     rows.write_datasink(SequenceSink(run_dir, token), ray_remote_args={"num_cpus": LIGHT})
 
 
-def _finished(run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings) -> dict[str, Any] | None:
-    """The summary of a run that is complete for these very settings; needs neither servers nor Ray."""
-    known = plan.load(run_dir.stage(STAGE) / "plan")
-    if not run_dir.succeeded(STAGE) or known is None or known[1] != settings.key():
-        return None
-    stored = run_dir.manifest()[STAGE]["fingerprint"]
+def _check_ours(run_dir: RunDir, ours: dict[str, Any]) -> None:
+    """Our half of the fingerprint against the run's, before anything is planned. Raises FingerprintMismatch."""
+    stored = run_dir.manifest().get(STAGE, {}).get("fingerprint", {})
     engine = {field: value for field, value in stored.items() if field.startswith("engine.")}
-    run_dir.check(STAGE, {**_fingerprint(config, target), **engine})
-    print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
-    return run_dir.summary(STAGE)
+    run_dir.check(STAGE, {**ours, **engine})
+
+
+def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[ServerFacts]) -> None:
+    """Makes the run ours to write to: same fingerprint, and servers of the model that began it.
+
+    Raises:
+        FingerprintMismatch: the run's data was made with other settings or by another model.
+    """
+    began = run_dir.manifest().get(STAGE, {}).get("prompt_logprobs", list(facts[0].prompt_logprobs))
+    if not same_model(began, facts[0].prompt_logprobs):
+        raise FingerprintMismatch(
+            f"{facts[0].url} serves another model than the one that began {run_dir.path}: the log-probabilities of the "
+            f"probe's prompt differ by {logprob_difference(began, facts[0].prompt_logprobs):.2f} nats a token."
+        )
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "config": config.model_dump(),
+        "versions": {"ray": ray.__version__, "python": sys.version.split()[0]},
+        "servers": [{"url": fact.url, **fact.settings} for fact in facts],
+        "prompt_logprobs": began,
+    }
+    try:
+        run_dir.claim(STAGE, {**_fingerprint(config, target), **facts[0].settings}, about)
+    except OSError as error:
+        raise RunError(explain(error)) from None
+
+
+def _api_key(config: Config) -> str | None:
+    return os.environ.get(config.generate.api_key_env or "")
 
 
 def _connect() -> None:
@@ -201,7 +230,7 @@ def _connect() -> None:
     )  # this process only: Ray 2.60 calls every actor pool an error
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
-    ray.init(logging_level="warning", log_to_driver=False)
+    ray.init(os.environ.get("RAY_ADDRESS", "local"), logging_level="warning", log_to_driver=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
     DataContext.get_current().enable_progress_bars = False
 
@@ -224,7 +253,12 @@ def _plan_settings(config: Config, target: TargetFiles) -> PlanSettings:
 def _fingerprint(config: Config, target: TargetFiles) -> dict[str, Any]:
     """Our half of what changes tokens: the target's files and the sampling. The other half is what the servers are."""
     names = ("max_new_tokens", "temperature", "top_p", "record_logprobs")
-    return {**target.fingerprint(), **{f"generate.{name}": getattr(config.generate, name) for name in names}}
+    return {
+        **target.fingerprint(),
+        "target.stop_ids": str(target.stop_ids()),
+        **{f"generate.{name}": getattr(config.generate, name) for name in names},
+        "audit.boundary_ids": str(sorted(config.audit.boundary_ids)),  # they shape the later turns of a conversation
+    }
 
 
 def _probe_material(config: Config, target: TargetFiles, tokens: TargetTokens) -> ProbeMaterial:
@@ -239,25 +273,18 @@ def _probe_material(config: Config, target: TargetFiles, tokens: TargetTokens) -
     )
 
 
-def _pool(max_in_flight: int, max_new_tokens: int, facts: list[ServerFacts], the_plan: Plan) -> Pool:
-    """Enough blocks under way that the servers never wait: three times the requests that they can run."""
+def _pool(max_in_flight: int, max_new_tokens: int, facts: list[ServerFacts], the_plan: Plan, cpus: float) -> Pool:
+    """Enough blocks under way that the servers never wait: three times the requests that they can run.
+
+    Actors leave CPUs for the tasks that read and write.
+    """
     request = the_plan.prompt_tokens / max(1, the_plan.answers) + max_new_tokens / 4
     runnable = sum(min(fact.max_running, fact.capacity_tokens / request) for fact in facts)
     in_flight = min(max_in_flight, runnable)
-    actors = max(1, min(round(in_flight / _REQUESTS_PER_ACTOR), 64))
+    actors = max(1, min(round(in_flight / _REQUESTS_PER_ACTOR), int((cpus - 2 * LIGHT) / LIGHT)))
     groups = max(1, min(round(in_flight / actors / 2 / plan.ROWS_PER_GROUP), 8))
     blocks = math.ceil(3 * in_flight / (actors * groups * plan.ROWS_PER_GROUP))
     return Pool(actors, max(4, blocks), groups)
-
-
-def _about(config: Config, facts: list[ServerFacts]) -> dict[str, Any]:
-    """What the manifest keeps beside the fingerprint."""
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "config": config.model_dump(),
-        "versions": {"ray": ray.__version__, "python": sys.version.split()[0]},
-        "servers": [{"url": fact.url, **fact.settings} for fact in facts],
-    }
 
 
 def _plan_text(config: Config, the_plan: Plan) -> str:
@@ -318,9 +345,3 @@ def _throughput_warnings(view: telemetry.View, share: float | None, max_in_fligh
     else:
         cause = "start and end weigh much in a short run, or the clients lacked CPU"
     return [f"{share:.0%} of the tokens/s that the servers showed at their best; likely cause: {cause}"]
-
-
-def _root(error: BaseException) -> BaseException:
-    """The error behind the ones that Ray wraps around it."""
-    inner = getattr(error, "cause", None) or error.__cause__
-    return _root(inner) if isinstance(inner, BaseException) else error

@@ -5,23 +5,22 @@ task on another actor without losing or doubling a row.
 """
 
 import asyncio
-import errno
-import os
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from eagle3_ray.audit import AuditRules, Evidence, cut_in_reasoning, judge
+from eagle3_ray.errors import StoppedEarly, explain
 from eagle3_ray.journal import Journal
 from eagle3_ray.metrics import GenerateMetrics
 from eagle3_ray.plan import PlanSettings, later_turns, make_renderer
 from eagle3_ray.prompts import BadPrompt
 from eagle3_ray.records import REJECTED, SEQUENCE_SCHEMA, SEQUENCES, Row, sequence_id, token_sha
-from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, NoServer, RowFailed
+from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, RowFailed
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
 from eagle3_ray.sglang.protocol import Refused, Sampling, Unauthorized
 from eagle3_ray.sglang.transport import open_session
@@ -30,10 +29,6 @@ from eagle3_ray.telemetry import EndpointState, PartitionCounts, Report
 FOLDER = "folder"
 BLOCK_SCHEMA = SEQUENCE_SCHEMA.append(pa.field(FOLDER, pa.string()))
 """A row on its way to disk; `folder` says whether it goes to sequences/ or to rejected/."""
-
-
-class StoppedEarly(RuntimeError):
-    """The audit or an outage ends the run; everything finished is kept."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class GeneratorSettings:
     attempts: int
     request_timeout_s: float
     outage_limit_s: float
-    api_key_env: str | None
+    api_key: str | None = field(repr=False)
 
 
 class Generator:
@@ -69,7 +64,7 @@ class Generator:
         self._fleet = Fleet(
             settings.facts,
             settings.down,
-            lambda: open_session(os.environ.get(settings.api_key_env or ""), settings.request_timeout_s),
+            lambda: open_session(settings.api_key, settings.request_timeout_s),
             settings.material,
             settings.sampling,
             max_in_flight=-(-settings.max_in_flight // settings.actors),
@@ -87,7 +82,7 @@ class Generator:
         await self._starting
         try:
             rows = await asyncio.gather(*(self._unit(unit) for unit in batch.to_pylist()))
-        except (NoServer, OSError, StoppedEarly, Unauthorized) as error:
+        except (OSError, StoppedEarly, Unauthorized) as error:
             await self._telemetry.stop.remote(explain(error))
             raise
         await self._send_report()  # the last block of a job may be followed by the actor's end
@@ -118,7 +113,7 @@ class Generator:
             except (BadPrompt, Refused) as error:
                 reason = str(error)
             except RowFailed as failed:
-                counts.failed += unit["turns"] - turn
+                counts.failed += unit["turns"]
                 self._report.last_failure = f"{unit['partition']}/{unit['prompt_id']}: {failed}"
                 self._metrics.row(unit["partition"], "failed")
                 return []
@@ -206,29 +201,14 @@ class Generator:
     async def _send_report(self) -> str | None:
         """Tells the telemetry all that is known here; returns its reason to stop, if there is one."""
         for url, endpoint in self._fleet.endpoints.items():
-            load = endpoint.load
             self._report.endpoints[url] = EndpointState(
                 endpoint.healthy,
-                endpoint.unfit,
                 endpoint.in_flight,
-                load.running,
-                load.waiting,
-                load.token_usage,
-                load.tokens_per_second,
+                endpoint.load.tokens_per_second,
                 endpoint.answers,
                 endpoint.output_tokens,
                 endpoint.retries,
             )
             self._metrics.endpoint(url, endpoint.in_flight, endpoint.healthy, endpoint.budget, endpoint.retries)
-        self._report.queued = self._fleet.queued
         reason: str | None = await self._telemetry.report.remote(self._name, self._report)
         return reason
-
-
-def explain(error: BaseException) -> str:
-    """One sentence for people: what ended the run, and what to do about it."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"The disk is full ({error.filename or 'run.dir'}). Free some space and run the same command again."
-    if isinstance(error, NoServer | StoppedEarly):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

@@ -28,16 +28,16 @@ class Ledger:
         """Ray Data's folder of committed units."""
         return self.stage / "checkpoint"
 
-    def files(self, folder: str) -> list[str]:
+    def files(self, folder: str = "*") -> list[str]:
         """Committed files of `folder`. A killed job leaves others, whose checkpoint is pending, to the next."""
         pending = tuple(p.name.removesuffix(".pending.parquet") for p in self.checkpoint.glob("*.pending.parquet"))
-        files = sorted((self.rows / folder).glob("*.parquet"))
+        files = sorted(self.rows.glob(f"{folder}/*.parquet"))
         return [str(file) for file in files if not (pending and file.name.startswith(pending))]
 
     def by_partition(self) -> dict[str, int]:
         """Committed rows of each partition, sequences and rejected ones together."""
         counts: dict[str, int] = {}
-        for file in self.files(SEQUENCES) + self.files(REJECTED):
+        for file in self.files():
             for name in pq.read_table(file, columns=["partition"])["partition"].to_pylist():
                 counts[name] = counts.get(name, 0) + 1
         return counts

@@ -19,9 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
+import ray.data
 
-from eagle3_ray.prompts import BadPrompt, Prompt, Source, parse, read, stamp
+from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, parse, read, stamp
 from eagle3_ray.runs import RunError, write_json
+from eagle3_ray.target.files import TargetError
 
 _PART_SCHEMA = pa.schema(
     [
@@ -248,25 +252,38 @@ def later_turns(prompt_id: str, conversation: str) -> Prompt:
     return Prompt(prompt_id, None, about["turns"], about["tools"], about["chat_template_kwargs"])
 
 
-def make(folder: Path, settings: PlanSettings, rows_folder: Path) -> Plan:
+def make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
     """The plan in `folder`, made now unless one of the same settings stands there. Needs a running Ray.
+
+    `answered` are the Parquet files of rows that the run has already.
 
     Raises:
         PromptSourceError: a file breaks off.
-        RunError: rows that were generated already have no place in the new plan.
+        TargetError: the target's tokenizer cannot be used.
+        RunError: rows that were generated already have no place in the new plan, or the disk is full.
     """
     known = load(folder)
     if known is not None and known[1] == settings.key():
         return known[0]
-    import ray
+    try:
+        return _make(folder, settings, answered)
+    except (OSError, ray.exceptions.RayError) as error:
+        cause = root_cause(error)
+        if isinstance(cause, PromptSourceError | RunError | TargetError):
+            raise cause from None
+        if isinstance(cause, OSError):
+            raise RunError(explain(cause)) from None
+        raise
 
+
+def _make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     tokens = ray.remote(_target_tokens).options(num_cpus=0.5).remote(settings)
     _render_all(fresh / "parts", settings)
-    counts = ray.get(ray.remote(_select).options(num_cpus=1).remote(fresh, settings, rows_folder))
+    counts = ray.get(ray.remote(_select).options(num_cpus=1).remote(fresh, settings, answered))
     plan = Plan(folder, [PartitionPlan(**count) for count in counts], ray.get(tokens))
-    about = {"key": settings.key(), "expected": plan.expected, "partitions": counts, "tokens": asdict(plan.tokens)}
+    about = {"key": settings.key(), "partitions": counts, "tokens": asdict(plan.tokens)}
     write_json(fresh / "plan.json", about)
     shutil.rmtree(fresh / "parts")
     shutil.rmtree(folder, ignore_errors=True)
@@ -285,16 +302,21 @@ def load(folder: Path) -> tuple[Plan, str] | None:
 
 
 def _target_tokens(settings: PlanSettings) -> TargetTokens:
-    renderer = make_renderer(settings)
+    try:
+        renderer = make_renderer(settings)
+    except (ImportError, OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise TargetError(f"the tokenizer in {settings.tokenizer_folder} cannot be loaded: {first_line}") from None
     special = renderer.special_ids
     text = f"{_PROBE_TEXT} {renderer.text(special[:8])}\n\tdone"
-    prompt = parse(_PROBE_PROMPT, "probe")
-    return TargetTokens(special, text, list(renderer.encode(text)), renderer.prompt_ids(prompt))
+    try:
+        prompt_ids = renderer.prompt_ids(parse(_PROBE_PROMPT, "probe"))
+    except BadPrompt:  # a target without a chat template, for prompts that are ids
+        prompt_ids = renderer.encode(_PROBE_TEXT)
+    return TargetTokens(special, text, list(renderer.encode(text)), list(prompt_ids))
 
 
 def _render_all(parts: Path, settings: PlanSettings) -> None:
-    import ray.data
-
     items = [{"partition": source.partition, "path": source.path} for source in settings.sources]
     sources = ray.data.from_items(items, override_num_blocks=len(items))
     sources.context.target_max_block_size = _BLOCK_BYTES
@@ -322,7 +344,7 @@ def _read_source(batch: pa.Table) -> Any:
         yield pa.Table.from_pylist(rows, schema=schema)
 
 
-def _select(folder: Path, settings: PlanSettings, rows_folder: Path) -> list[dict[str, Any]]:
+def _select(folder: Path, settings: PlanSettings, answered: list[str]) -> list[dict[str, Any]]:
     """Chooses the units, writes them and counts; runs as a Ray task, so that the driver's memory stays small."""
     import duckdb
 
@@ -352,7 +374,7 @@ def _select(folder: Path, settings: PlanSettings, rows_folder: Path) -> list[dic
                 row_group_size=ROWS_PER_GROUP,
             )
         new = str(folder / "units" / "*.parquet")
-        _refuse_lost_rows(db, new, sorted(map(str, rows_folder.glob("*/*.parquet"))))
+        _refuse_lost_rows(db, new, answered)
         cursor = db.execute(_COUNTS, for_parts)
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]

@@ -73,12 +73,13 @@ class RunDir:
             )
 
     def claim(self, stage: str, fingerprint: Fingerprint, about: Mapping[str, Any]) -> None:
-        """Writes the stage's fingerprint into the manifest, or checks it against the one that stands there.
+        """Writes the stage's fingerprint into the manifest, or checks it; the stage counts as not complete.
 
         Raises:
             FingerprintMismatch: the stage has data that was made with other settings.
         """
         self.check(stage, fingerprint)
+        (self.stage(stage) / SUCCESS).unlink(missing_ok=True)
         manifest = self.manifest()
         entry = manifest.setdefault(stage, {"fingerprint": dict(fingerprint), "created": _now(), "starts": 0})
         entry.update(about, starts=entry["starts"] + 1, last_start=_now())
@@ -96,6 +97,14 @@ class RunDir:
     def succeeded(self, stage: str) -> bool:
         """Whether the stage's data is complete and checked; readers wait for this."""
         return (self.stage(stage) / SUCCESS).exists()
+
+    def succeeded_with(self, stage: str, plan: str) -> bool:
+        """Whether it is complete for this very plan, and not for an earlier, smaller one."""
+        return self.succeeded(stage) and json.loads((self.stage(stage) / SUCCESS).read_text()).get("plan") == plan
+
+    def succeed(self, stage: str, plan: str) -> None:
+        """Marks the stage's data as complete for the plan of that key."""
+        write_json(self.stage(stage) / SUCCESS, {"plan": plan})
 
     def quarantine(self, stage: str) -> Path:
         """Moves a stage's data, manifest entry and summary to RUN/quarantine and returns the folder there.
@@ -153,6 +162,18 @@ class WriterLock:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    @staticmethod
+    def is_held(run: RunDir) -> bool:
+        """Whether a job is writing to the run, for those who only look."""
+        try:
+            with open(run.path / ".lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     @staticmethod
     def is_current(run_path: str, token: str) -> bool:

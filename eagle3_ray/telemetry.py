@@ -33,11 +33,7 @@ class EndpointState:
     """One server, as an actor sees it."""
 
     healthy: bool = True
-    unfit: str | None = None
     in_flight: int = 0
-    running: int = 0
-    waiting: int = 0
-    token_usage: float = 0.0
     tokens_per_second: float = 0.0
     answers: int = 0
     output_tokens: int = 0
@@ -51,7 +47,6 @@ class Report:
     partitions: dict[str, PartitionCounts]
     evidence: dict[str, Evidence]
     endpoints: dict[str, EndpointState]
-    queued: int = 0
     first_request: float | None = None
     last_answer: float | None = None
     last_failure: str | None = None
@@ -63,7 +58,6 @@ class View:
 
     partitions: dict[str, PartitionCounts] = field(default_factory=dict)
     endpoints: dict[str, EndpointState] = field(default_factory=dict)
-    queued: int = 0
     first_request: float | None = None
     last_answer: float | None = None
     last_failure: str | None = None
@@ -144,7 +138,6 @@ class Telemetry:
                         "retries": known.retries + state.retries,
                     }
                 )
-            view.queued += report.queued
             view.last_failure = report.last_failure or view.last_failure
             starts = [t for t in (view.first_request, report.first_request) if t is not None]
             ends = [t for t in (view.last_answer, report.last_answer) if t is not None]
@@ -221,13 +214,14 @@ class Progress:
         seconds = max(now - since, 1e-6)
         requests_s, tokens_s = (view.answers - answers) / seconds, (view.output_tokens - tokens) / seconds
         partitions, left = [], 0
-        rejected = failed = 0
+        rejected = failed = journaled = 0
         for name, total in self._expected.items():
             counts = view.partitions.get(name, PartitionCounts())
             done = min(total, self._done.get(name, 0) + counts.rows + counts.rejected)
             partitions.append(f"{name} {done}/{total}")
             left += max(0, total - done - counts.failed)
             rejected, failed = rejected + counts.rejected, failed + counts.failed
+            journaled += counts.journaled
         mean = view.output_tokens / view.answers if view.answers else 0
         share = (
             f" ({tokens_s / view.best_tokens_per_second:.0%} of the servers' best)"
@@ -239,13 +233,16 @@ class Progress:
             ", ".join(partitions),
             f"{requests_s:.1f} req/s, {mean:.0f} tokens mean, {tokens_s:.0f} tokens/s{share}",
             f"{in_flight} in flight",
-            f"rejected {rejected}, failed {failed}",
+            f"rejected {rejected}, failed {failed}" + (f", {journaled} from the journal" if journaled else ""),
             f"ETA {_duration(left / requests_s)}" if requests_s > 0 else "ETA unknown",
         ]
         down = [url for url, endpoint in view.endpoints.items() if not endpoint.healthy]
         if down:
             parts.append(f"DOWN: {', '.join(down)}")
-        return f"{time.strftime('%H:%M:%S')} " + " | ".join(parts)
+        total = sum(self._expected.values())
+        filled = 20 * (total - left) // max(1, total)
+        bar = f"[{'#' * filled}{'.' * (20 - filled)}] " if sys.stderr.isatty() else ""
+        return f"{time.strftime('%H:%M:%S')} {bar}" + " | ".join(parts)
 
 
 def _duration(seconds: float) -> str:

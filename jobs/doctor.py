@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from eagle3_ray import doctor
+from eagle3_ray.ledger import STAGE
 from eagle3_ray.runs import RunDir, RunError
 
 
@@ -14,7 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument(
-        "--quarantine", metavar="STAGE", help="move this stage's data to RUN/quarantine; deletes nothing"
+        "--quarantine", choices=[STAGE], help="move this stage's data to RUN/quarantine; deletes nothing"
     )
     arguments = parser.parse_args()
     run = RunDir(arguments.run)

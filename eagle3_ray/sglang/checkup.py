@@ -1,7 +1,6 @@
 """Probes all servers of a run at its start: the fit ones, the silent ones, and an error for any other."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
@@ -11,14 +10,14 @@ from eagle3_ray.sglang.transport import open_session
 
 
 def check_up(
-    urls: Sequence[str], material: ProbeMaterial, sampling: Sampling, api_key_env: str | None, timeout_s: float
+    urls: Sequence[str], material: ProbeMaterial, sampling: Sampling, api_key: str | None, timeout_s: float
 ) -> tuple[list[ServerFacts], list[str]]:
     """The facts of every server that answers, and the URLs of those that do not; says on stderr what it finds.
 
     Raises:
         Unfit: a server answers and is not what the run needs, or none answers.
     """
-    found = asyncio.run(_probe_all(urls, material, sampling, api_key_env, timeout_s))
+    found = asyncio.run(_probe_all(urls, material, sampling, api_key, timeout_s))
     facts, silent = [], []
     for url, result in zip(urls, found, strict=True):
         if isinstance(result, ServerFacts):
@@ -41,9 +40,9 @@ def check_up(
 
 
 async def _probe_all(
-    urls: Sequence[str], material: ProbeMaterial, sampling: Sampling, api_key_env: str | None, timeout_s: float
+    urls: Sequence[str], material: ProbeMaterial, sampling: Sampling, api_key: str | None, timeout_s: float
 ) -> list[ServerFacts | BaseException]:
-    async with open_session(os.environ.get(api_key_env or ""), timeout_s) as session:
+    async with open_session(api_key, timeout_s) as session:
         work = (probe(session, url, material, sampling) for url in urls)
         return await asyncio.gather(*work, return_exceptions=True)
 

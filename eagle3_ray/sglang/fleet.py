@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from eagle3_ray.errors import StoppedEarly
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, probe, same_model
 from eagle3_ray.sglang.protocol import Answer, Refused, Sampling, Transient, Unauthorized, check, request_body
 from eagle3_ray.sglang.transport import get, post
@@ -36,7 +37,7 @@ class RowFailed(Exception):
     """Every attempt failed; the row waits for the next run."""
 
 
-class NoServer(RuntimeError):
+class NoServer(StoppedEarly):
     """No server has answered for longer than generate.outage_limit_s, or none is fit any more."""
 
 
@@ -156,11 +157,6 @@ class Fleet:
     def in_flight(self) -> int:
         return sum(endpoint.in_flight for endpoint in self.endpoints.values())
 
-    @property
-    def queued(self) -> int:
-        """Requests that wait here for room on a server."""
-        return len(self._waiting)
-
     async def generate(
         self, name: str, prompt_ids: Sequence[int], expected_tokens: int
     ) -> tuple[Answer, str, float, int]:
@@ -184,6 +180,12 @@ class Fleet:
             except Transient as error:
                 failure = error
                 self._note_failure(endpoint, error)
+            except Unauthorized as error:
+                endpoint.healthy, endpoint.unfit = False, str(error)
+                self._say(f"{endpoint.facts.url} stays out: {error}")
+                if all(other.unfit for other in self.endpoints.values()):
+                    raise
+                failure = Transient("unauthorized", str(error))
             else:
                 endpoint.failures = 0
                 endpoint.answers += 1
@@ -203,7 +205,8 @@ class Fleet:
         try:
             return await task
         except asyncio.CancelledError:
-            if endpoint.silent_looks < _SILENT_LOOKS:
+            caller = asyncio.current_task()
+            if endpoint.silent_looks < _SILENT_LOOKS or (caller is not None and caller.cancelling()):
                 raise  # it is we who are cancelled
             raise Transient("server hangs", "it holds its connections and answers nothing") from None
         finally:
@@ -305,7 +308,8 @@ class Fleet:
                     sum(rank["gen_throughput"] for rank in ranks),
                 )
             except (Transient, Refused, Unauthorized, KeyError, TypeError) as error:
-                endpoint.silent_looks += isinstance(error, Transient) and error.cause == "timeout"
+                silent = isinstance(error, Transient) and error.cause == "timeout"
+                endpoint.silent_looks = endpoint.silent_looks + 1 if silent else 0
                 if endpoint.silent_looks >= _SILENT_LOOKS:
                     for task in list(endpoint.posts):
                         task.cancel()

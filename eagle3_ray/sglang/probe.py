@@ -13,10 +13,20 @@ from typing import Any
 
 import aiohttp
 
-from eagle3_ray.sglang.protocol import Answer, Refused, Sampling, Unauthorized, WrongAnswer, check, request_body
+from eagle3_ray.sglang.protocol import (
+    Answer,
+    Refused,
+    Sampling,
+    Transient,
+    Unauthorized,
+    WrongAnswer,
+    check,
+    request_body,
+)
 from eagle3_ray.sglang.transport import get, post
 
 _FORCE = 1e4  # logit bias that makes a token certain
+_LONGEST_S = 300  # a fit server may be busy with another job's requests
 _SAME_MODEL = 0.2  # nats; mean difference of a fixed prompt's log-probabilities between servers of one model
 _TOKEN_SETTINGS = ("version", "dtype", "quantization", "kv_cache_dtype", "json_model_override_args")
 
@@ -70,8 +80,16 @@ async def probe(session: aiohttp.ClientSession, url: str, material: ProbeMateria
 
     Raises:
         Unfit: evidence that it is not what the run needs.
-        Transient: it cannot be reached or is not ready.
+        Transient: it cannot be reached, is not ready, or hangs.
     """
+    try:
+        async with asyncio.timeout(_LONGEST_S):
+            return await _probe(session, url, material, sampling)
+    except TimeoutError:
+        raise Transient("timeout", f"the probe took more than {_LONGEST_S} s") from None
+
+
+async def _probe(session: aiohttp.ClientSession, url: str, material: ProbeMaterial, sampling: Sampling) -> ServerFacts:
     try:
         model = await _info(session, f"{url}/model_info")
         server = await _info(session, f"{url}/server_info")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "*.tiktoken")
-_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenization_*.py")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.py")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 _SAMPLE_BYTES = 1 << 20
 

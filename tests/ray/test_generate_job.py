@@ -1,6 +1,7 @@
 """The generate job on a real Ray cluster, against a server that can be made faulty."""
 
 import collections
+import gzip
 import hashlib
 import json
 import os
@@ -75,6 +76,7 @@ def test_a_second_run_is_a_no_op_and_a_larger_limit_extends_it(cluster: Jobs, ta
         assert (first.code, again.code) == (0, 0), first.stderr + again.stderr
         assert again.summary == first.summary
         assert len(server.requests()) == sent
+        assert cluster.run(*words, "prompts.limit=80", "--dry-run").code == 0  # plans more, and finishes nothing
         more = cluster.run(*words, "prompts.limit=80")
         asked = collections.Counter(sequence_of(request) for request in row_requests(server))
     assert (more.code, more.summary["rows"]) == (0, 80)
@@ -92,13 +94,18 @@ def test_data_of_other_settings_is_refused_until_it_is_set_aside(cluster: Jobs, 
         refused = cluster.run(*words, "generate.top_p=0.5")
         assert refused.code == 2
         assert "generate.top_p was 1.0 and is now 0.5" in refused.stderr
+        write_prompts(prompts, 25)
+        with fake_server(target, model_seed=5) as other:
+            stranger = cluster.run(*settings(run, target, prompts, other.url))
+        assert stranger.code == 2
+        assert "serves another model than the one that began" in stranger.stderr
         doctor = [sys.executable, "jobs/doctor.py", str(run)]
         environment = cluster.environment()
         report = subprocess.run(doctor, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
         assert "generate: complete, 20 sequences + 0 rejected of 20 rows" in report.stdout
         assert "<|im_end|>" in report.stdout
         subprocess.run([*doctor, "--quarantine", "generate"], cwd=REPOSITORY, env=environment, check=True)
-        assert cluster.run(*words, "generate.top_p=0.5").code == 0
+        assert cluster.run(*words, "generate.top_p=0.5").summary["expected"] == 25
     [aside] = (run / "quarantine").iterdir()
     assert sum(pq.read_metadata(file).num_rows for file in aside.glob("generate/rows/sequences/*.parquet")) == 20
     assert prompts.exists()
@@ -298,3 +305,15 @@ def test_a_job_is_submitted_and_stopped_with_ray_job(cluster: Jobs, target: Path
     assert_sound(run)
     assert sent < 600
     assert total <= 600 + 16
+
+
+def test_a_prompt_file_that_breaks_off_stops_the_job_with_its_name(cluster: Jobs, target: Path, tmp_path: Path) -> None:
+    whole = gzip.compress(write_prompts(tmp_path / "p.jsonl", 500).read_bytes())
+    torn = tmp_path / "torn.jsonl.gz"
+    torn.write_bytes(whole[: len(whole) // 2])
+    with fake_server(target) as server:
+        result = cluster.run(*settings(tmp_path / "run", target, torn, server.url))
+        assert server.requests() == []
+    assert result.code == 2, result.stderr
+    assert result.stderr.splitlines()[-1].startswith(f"PromptSourceError: {torn} cannot be read to its end")
+    assert "Traceback" not in result.stderr

@@ -205,7 +205,11 @@ def test_what_is_not_set_is_named_by_the_key_that_sets_it(tmp_path: Path, tree: 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a: [1", "is not valid YAML"), ("- a\n- b\n", "has to hold sections"), ("just text", "has to hold sections")],
+    [
+        ("a: [1", "cannot be read as YAML"),
+        ("- a\n- b\n", "has to hold sections"),
+        ("just text", "has to hold sections"),
+    ],
 )
 def test_a_file_that_holds_no_configuration_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from eagle3_ray.sglang import fleet as fleet_module
-from eagle3_ray.sglang import transport
 from eagle3_ray.sglang.fleet import AnswerLengths, Endpoint, Fleet, Load, NoServer, RowFailed
 from eagle3_ray.sglang.probe import ServerFacts
 from eagle3_ray.sglang.protocol import Answer, Refused, Transient, Unauthorized
@@ -174,30 +173,26 @@ def test_a_400_is_refused_and_never_repeated(shared: FakeServer) -> None:
     assert [r["outcome"] for r in row_requests(shared)[seen_before:]] == ["refused: 400", "answered", "answered"]
 
 
-def test_a_key_that_is_no_longer_good_stops_the_row_and_not_what_watches_the_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks = 0
-    real_get = transport.get
-
-    async def counting_get(*args: Any) -> Any:
-        nonlocal looks
-        try:
-            return await real_get(*args)
-        finally:
-            looks += 1
-
-    monkeypatch.setattr(fleet_module, "get", counting_get)
-
+def test_a_key_that_is_no_longer_good_stops_the_run() -> None:
     async def run() -> None:
         with server(api_key="old") as one:
             async with started_fleet(one, api_key="old") as fleet:
                 one.set(api_key="new")
                 with pytest.raises(Unauthorized, match="HTTP 401"):
                     await fleet.generate("row", prompts(1)[0], 12)
-                refused_from = looks
-                await eventually(lambda: looks > refused_from + 2)
-                assert fleet.stopped is None
+                assert "HTTP 401" in str(fleet.endpoints[one.url].unfit)
+
+    asyncio.run(run())
+
+
+def test_one_server_that_lets_nobody_in_any_more_leaves_the_work_to_the_others() -> None:
+    async def run() -> None:
+        with server(api_key="old") as one, server(api_key="old") as other:
+            async with started_fleet(one, other, api_key="old") as fleet:
+                one.set(api_key="new")
+                found = await outcomes(fleet, prompts(40))
+                assert output_ids(found) == [right_answer(ids) for ids in prompts(40)]
+                assert fleet.endpoints[other.url].answers == 40
 
     asyncio.run(run())
 

@@ -71,7 +71,8 @@ def _make(folder: Path, files: Rows, settings: PlanSettings | None = None, rows_
         )
         rendered = render(pa.Table.from_pylist(raw, schema=schema))
         pq.write_table(rendered, folder / "parts" / f"{number}.parquet")
-    counts = _select(folder, settings, rows_folder or folder / "rows")
+    answered = sorted(map(str, (rows_folder or folder / "rows").glob("*/*.parquet")))
+    counts = _select(folder, settings, answered)
     units = [unit for path in sorted((folder / "units").iterdir()) for unit in pq.read_table(path).to_pylist()]
     return Made({count["partition"]: count for count in counts}, units, folder)
 

@@ -41,21 +41,20 @@ def _report(tokens: int = 0, speed: float = 0.0, **more: Any) -> Report:
 
 def test_the_view_adds_up_the_last_report_of_each_actor() -> None:
     telemetry = Telemetry(RULES)
-    telemetry.report("a", Report({"B1": PartitionCounts(rows=99)}, {}, {}, queued=99))
+    telemetry.report("a", Report({"B1": PartitionCounts(rows=99)}, {}, {}))
     telemetry.report(
         "a",
-        Report({"B1": PartitionCounts(rows=3, rejected=1, failed=2, journaled=1, output_tokens=50)}, {}, {}, queued=4),
+        Report({"B1": PartitionCounts(rows=3, rejected=1, failed=2, journaled=1, output_tokens=50)}, {}, {}),
     )
     telemetry.report(
         "b",
-        Report({"B1": PartitionCounts(rows=5, output_tokens=70), "B2": PartitionCounts(rows=1)}, {}, {}, queued=6),
+        Report({"B1": PartitionCounts(rows=5, output_tokens=70), "B2": PartitionCounts(rows=1)}, {}, {}),
     )
     view = telemetry.view()
     assert view.partitions == {
         "B1": PartitionCounts(rows=8, rejected=1, failed=2, journaled=1, output_tokens=120),
         "B2": PartitionCounts(rows=1),
     }
-    assert view.queued == 10
     assert view.output_tokens == 120
 
 
@@ -64,9 +63,6 @@ def test_what_actors_did_at_a_server_adds_up_and_what_the_server_says_counts_onc
     for writer, in_flight, answers, retries in (("a", 3, 10, {"429": 2}), ("b", 4, 20, {"429": 1, "reset": 5})):
         state = EndpointState(
             in_flight=in_flight,
-            running=30,
-            waiting=2,
-            token_usage=0.5,
             tokens_per_second=800.0,
             answers=answers,
             output_tokens=answers * 10,
@@ -77,7 +73,7 @@ def test_what_actors_did_at_a_server_adds_up_and_what_the_server_says_counts_onc
     state = view.endpoints[URL]
     assert (state.in_flight, state.answers, state.output_tokens) == (7, 30, 300)
     assert state.retries == {"429": 3, "reset": 5}
-    assert (state.running, state.waiting, state.token_usage, state.tokens_per_second) == (30, 2, 0.5, 800.0)
+    assert state.tokens_per_second == 800.0
     assert view.answers == 30 + 2
 
 

@@ -37,7 +37,13 @@ def describe(run: RunDir) -> str:
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
     missing = expected - counts["rows"] - counts["rejected"]
-    state = "complete" if run.succeeded(STAGE) else "a job is writing" if WriterLock.is_held(run) else "not complete"
+    state = (
+        "complete"
+        if run.succeeded(STAGE) and not missing
+        else "a job is writing"
+        if WriterLock.is_held(run)
+        else "not complete"
+    )
     lines = [
         f"{run.path}",
         f"generate: {state}, {counts['rows']:,} sequences + {counts['rejected']:,} rejected of {expected:,} rows, "

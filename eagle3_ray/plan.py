@@ -270,7 +270,7 @@ def make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
     except (OSError, ray.exceptions.RayError) as error:
         cause = root_cause(error)
         if isinstance(cause, PromptSourceError | RunError | TargetError):
-            raise cause from None
+            raise type(cause)(str(cause).partition("\n")[0]) from None  # Ray Data appends a hint on retries
         if isinstance(cause, OSError):
             raise RunError(explain(cause)) from None
         raise

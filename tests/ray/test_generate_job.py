@@ -102,7 +102,7 @@ def test_data_of_other_settings_is_refused_until_it_is_set_aside(cluster: Jobs, 
         doctor = [sys.executable, "jobs/doctor.py", str(run)]
         environment = cluster.environment()
         report = subprocess.run(doctor, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
-        assert "generate: complete, 20 sequences + 0 rejected of 20 rows" in report.stdout
+        assert "generate: not complete, 20 sequences + 0 rejected of 25 rows" in report.stdout
         assert "<|im_end|>" in report.stdout
         subprocess.run([*doctor, "--quarantine", "generate"], cwd=REPOSITORY, env=environment, check=True)
         assert cluster.run(*words, "generate.top_p=0.5").summary["expected"] == 25

@@ -2,6 +2,8 @@
 
 import errno
 
+import ray
+
 
 class StoppedEarly(RuntimeError):
     """The run ends before its rows do (an audit's finding, no server left); everything finished is kept."""
@@ -17,4 +19,6 @@ def explain(error: BaseException) -> str:
 def root_cause(error: BaseException) -> BaseException:
     """The error behind those that Ray wraps around it."""
     inner = getattr(error, "cause", None) or error.__cause__
-    return root_cause(inner) if isinstance(inner, BaseException) else error
+    if isinstance(error, ray.exceptions.RayError) and isinstance(inner, BaseException):
+        return root_cause(inner)
+    return error

@@ -228,8 +228,7 @@ def _connect() -> None:
     os.environ.setdefault(
         "RAY_BACKEND_LOG_LEVEL", "fatal"
     )  # this process only: Ray 2.60 calls every actor pool an error
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors reach us as exceptions
     ray.init(os.environ.get("RAY_ADDRESS", "local"), logging_level="warning", log_to_driver=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
     DataContext.get_current().enable_progress_bars = False

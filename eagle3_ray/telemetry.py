@@ -224,7 +224,7 @@ class Progress:
             journaled += counts.journaled
         mean = view.output_tokens / view.answers if view.answers else 0
         share = (
-            f" ({tokens_s / view.best_tokens_per_second:.0%} of the servers' best)"
+            f" ({min(1.0, tokens_s / view.best_tokens_per_second):.0%} of the servers' best)"
             if view.best_tokens_per_second
             else ""
         )

@@ -462,7 +462,7 @@ def test_requests_that_are_cancelled_give_their_room_back() -> None:
             found = await asyncio.gather(*tasks[1::2])
             assert output_ids(found) == [right_answer(ids) for ids in prompts(60)[1::2]]
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert (end.in_flight, end.reserved, fleet.queued) == (0, 0, 0)
+            assert (end.in_flight, end.reserved, len(fleet._waiting)) == (0, 0, 0)
 
     with server(base_latency_s=0.01) as one:
         asyncio.run(run(one))

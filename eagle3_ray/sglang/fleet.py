@@ -111,9 +111,9 @@ class Fleet:
         self._say = say
         self._reference = facts[0]
         self._share = share
-        self.endpoints = {fact.url: self._endpoint(fact, share) for fact in facts}
+        self.endpoints = {fact.url: Endpoint(fact, *_room(fact, share)) for fact in facts}
         for url in down:
-            self.endpoints[url] = self._endpoint(replace(facts[0], url=url), share)
+            self.endpoints[url] = Endpoint(replace(facts[0], url=url), *_room(facts[0], share))
             self.endpoints[url].healthy = False
         self._open_session = open_session
         self._material = material
@@ -125,10 +125,6 @@ class Fleet:
         self._healthy_since = time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         self.stopped: BaseException | None = None
-
-    @staticmethod
-    def _endpoint(facts: ServerFacts, share: float) -> Endpoint:
-        return Endpoint(facts, *_room(facts, share))
 
     async def start(self) -> None:
         """Opens the session and begins to watch the servers."""

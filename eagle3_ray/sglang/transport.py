@@ -1,6 +1,7 @@
 """HTTP to SGLang: a session, and GET and POST whose failures are told apart by what to do about them."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -21,17 +22,17 @@ def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession
 
 async def get(session: aiohttp.ClientSession, url: str, timeout_s: float = 20) -> Any:
     """The JSON behind a GET. Raises Transient, Refused or Unauthorized."""
-    try:
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
-            return await _json(response)
-    except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
-        raise _lost(error) from None
+    return await _send(session.get(url, timeout=aiohttp.ClientTimeout(total=timeout_s)))
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
     """The JSON behind a POST. Raises Transient, Refused or Unauthorized."""
+    return await _send(session.post(url, json=body))
+
+
+async def _send(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Any:
     try:
-        async with session.post(url, json=body) as response:
+        async with request as response:
             return await _json(response)
     except (aiohttp.ClientError, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
         raise _lost(error) from None

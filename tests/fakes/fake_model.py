@@ -49,7 +49,7 @@ def answer(
     digest = hashlib.sha256(f"{seed}|".encode() + array("q", prompt_ids).tobytes()).digest()
     rng = random.Random(int.from_bytes(digest))
     length = round(mean_tokens * math.exp(LENGTH_SIGMA * rng.gauss(0.0, 1.0) - LENGTH_SIGMA**2 / 2))
-    length = max(length, 1, min_new_tokens + 1)
+    length = max(length, 2, min_new_tokens + 1)  # a stop token alone is an empty answer, which audit rejects
     ordinary = ordinary_range(vocab_size)
     endless = ignore_eos or forced_id is not None
     ids = rng.choices(ordinary, k=max_new_tokens if endless else min(length, max_new_tokens))

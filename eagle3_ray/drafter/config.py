@@ -1,0 +1,261 @@
+"""The drafter's sizes: derived from the target's config, written as and read from the config.json that SGLang loads.
+
+Layers are named by Hugging Face `hidden_states` index here. SGLang's files name them otherwise; the translation is in
+`served_layer_ids` and `hidden_states_indices`, nowhere else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3_ray.drafter.rope import rope_frequencies
+
+LLAMA = "LlamaForCausalLMEagle3"
+MLA = "Eagle3DeepseekV2ForCausalLM"
+
+
+class DrafterConfigError(ValueError):
+    """A config that gives no drafter which SGLang would serve; the message names the field."""
+
+
+@dataclass(frozen=True)
+class MLASizes:
+    """Multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434): ranks of the down projections, head widths."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # of queries and keys
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Mapping[str, Any]  # transformers-5 rope_parameters: rope_type, rope_theta and the scaling's own
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]  # hidden_states indices of the target
+    default_layers: bool  # they are the engines' default, so an engine finds them unnamed too
+    fc_norm: bool = False
+    norm_output: bool = False
+    mla: MLASizes | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise DrafterConfigError(
+                f"draft_vocab_size {self.draft_vocab_size} must be from 1 to the target's vocab_size {self.vocab_size}."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise DrafterConfigError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}."
+            )
+        try:
+            rope_frequencies(self.rope, self.rope_dim, self.max_position_embeddings)
+        except KeyError as error:
+            raise DrafterConfigError(f"rope {dict(self.rope)} lacks {error}.") from None
+
+    @property
+    def rope_dim(self) -> int:
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
+
+    @property
+    def architecture(self) -> str:
+        return MLA if self.mla else LLAMA
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: Mapping[str, Any],
+        aux_layers: Sequence[int] | None = None,
+        draft_vocab_size: int = 32000,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+    ) -> "DrafterConfig":
+        """The drafter of a target with this Hugging Face config (`text_config` of a multimodal one).
+
+        A target with latent attention (`kv_lora_rank`) gets the MLA drafter, any other the Llama-style one.
+        `aux_layers` None are the engines' default, `hidden_states` (2, N // 2, N - 3).
+
+        Raises:
+            DrafterConfigError: layers out of range, or sizes or RoPE that no drafter can have.
+        """
+        target = _language_model(target_config)
+        layers = int(target["num_hidden_layers"])
+        default = (2, layers // 2, layers - 3)
+        chosen = tuple(aux_layers) if aux_layers is not None else default
+        if len(set(chosen)) != 3 or not all(0 < layer < layers for layer in chosen):
+            raise DrafterConfigError(
+                f"aux_layers {list(chosen)} must be three different hidden_states indices from 1 to {layers - 1}."
+            )
+        heads, hidden = int(target["num_attention_heads"]), int(target["hidden_size"])
+        mla = None
+        if target.get("kv_lora_rank"):
+            mla = _mla_sizes(target, missing_q_rank=1536)
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=int(target["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=heads if mla else int(target.get("num_key_value_heads") or heads),
+            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            if mla
+            else int(target.get("head_dim") or hidden // heads),
+            rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=int(target.get("max_position_embeddings", 2048)),
+            rope=_rope_of(target),
+            vocab_size=int(target["vocab_size"]),
+            draft_vocab_size=draft_vocab_size,
+            aux_layers=chosen,
+            default_layers=chosen == default,
+            fc_norm=fc_norm,
+            norm_output=norm_output,
+            mla=mla,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """config.json as SGLang 0.5.23 and vLLM read it, for transformers 4 (rope_scaling) and 5 (rope_parameters).
+
+        SGLang counts `eagle_aux_hidden_state_layer_ids` from the layer whose output is taken, vLLM from the layer whose
+        input is: the default layers are left unnamed for the Llama style, and both engines then take them.
+        """
+        rope = dict(self.rope)
+        scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": "deepseek_v3" if self.mla else "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": scaling,
+            "rope_parameters": rope,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "tie_word_embeddings": False,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": served_layer_ids(self.aux_layers, self.mla is not None),
+                "use_aux_hidden_state": True,
+            },
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+        }
+        if self.mla:
+            config |= vars(self.mla)
+        else:
+            config["head_dim"] = self.head_dim
+        return config
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> "DrafterConfig":
+        """The drafter of a published config.json; what it leaves out (layers, RoPE) is the target's.
+
+        Raises:
+            DrafterConfigError: another architecture, more than one layer, or a switch that is not trained here.
+        """
+        base = cls.from_target(target_config)
+        architecture = (config.get("architectures") or ["missing"])[0]
+        mla = architecture == MLA
+        if not mla and architecture not in (LLAMA, "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"):
+            raise DrafterConfigError(f"architectures {architecture!r}: only {LLAMA} and {MLA} drafters are known.")
+        eagle = config.get("eagle_config") or {}
+        for field, value in {
+            "num_hidden_layers": config.get("num_hidden_layers", 1) != 1,
+            "norm_before_residual": config.get("norm_before_residual", False),
+            "norm_before_fc": eagle.get("norm_before_fc", config.get("norm_before_fc", False)),
+            "bias": config.get("bias", False),
+        }.items():
+            if value:
+                raise DrafterConfigError(f"{field} {config.get(field)!r} of the drafter's config is not trained here.")
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+        layers = hidden_states_indices(ids, mla) if ids else base.aux_layers
+        heads = int(config["num_attention_heads"])
+        sizes = _mla_sizes(config, missing_q_rank=None) if mla else None
+        has_rope = config.get("rope_parameters") or config.get("rope_theta")
+        return cls(
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_attention_heads=heads,
+            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+            if sizes
+            else int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=int(config.get("max_position_embeddings", base.max_position_embeddings)),
+            rope=_rope_of(config) if has_rope else base.rope,
+            vocab_size=int(config["vocab_size"]),
+            draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
+            aux_layers=layers,
+            default_layers=layers == base.aux_layers,
+            fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
+            norm_output=bool(config.get("norm_output", False)),
+            mla=sizes,
+        )
+
+
+def served_layer_ids(aux_layers: Sequence[int], mla: bool) -> list[int]:
+    """SGLang's `eagle_aux_hidden_state_layer_ids` of these hidden_states indices.
+
+    sglang 0.5.23: Llama-like targets add 1 always, DeepSeek and Kimi only to a list that begins with 1.
+
+    Raises:
+        DrafterConfigError: DeepSeek layers that begin with 1, which no list can name.
+    """
+    if not mla:
+        return [layer - 1 for layer in aux_layers]
+    if aux_layers[0] == 1:
+        raise DrafterConfigError(
+            f"aux_layers {list(aux_layers)}: SGLang reads a list beginning with 1 as one layer on."
+        )
+    return list(aux_layers)
+
+
+def hidden_states_indices(layer_ids: Sequence[int], mla: bool) -> tuple[int, ...]:
+    """The inverse of `served_layer_ids`."""
+    if not mla or layer_ids[0] == 1:
+        return tuple(layer + 1 for layer in layer_ids)
+    return tuple(layer_ids)
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) and "vocab_size" in inner else config
+
+
+def _mla_sizes(config: Mapping[str, Any], missing_q_rank: int | None) -> MLASizes:
+    """`missing_q_rank`: DeepSeek-V2-Lite has none, and SGLang's drafter must have one."""
+    fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    q_rank = config.get("q_lora_rank") or missing_q_rank
+    if q_rank is None:
+        raise DrafterConfigError("q_lora_rank is missing: SGLang's MLA drafter cannot be without it.")
+    return MLASizes(int(q_rank), *(int(config[field]) for field in fields))
+
+
+def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers-5 rope_parameters of a config of either generation.
+
+    Of a target with RoPE by layer kind it is full attention's. Sections of multimodal RoPE and partial rotation are the
+    target layers' own affair: text positions are the same in every section.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = dict(parameters.get("full_attention", parameters))
+    kind = parameters.pop("type", None)
+    parameters.setdefault("rope_type", kind or "default")
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if parameters["rope_type"] in ("mrope", "deepseek_yarn"):
+        parameters["rope_type"] = "default" if parameters["rope_type"] == "mrope" else "yarn"
+    dropped = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
+    return {name: value for name, value in parameters.items() if name not in dropped}

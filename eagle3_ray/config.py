@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -117,6 +117,69 @@ class Audit(Section):
     )
 
 
+class Capture(Section):
+    backend: Literal["transformers", "sglang"] = Field(
+        "transformers", description="what runs the target: transformers, or a stock SGLang with this package's plugin"
+    )
+    layers: list[int] | None = Field(
+        None, description="three HF hidden_states indices; [2, N//2, N-3] of the target's N layers where not given"
+    )
+    dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="what the target computes in; bfloat16 on GPUs and float32 on CPUs where not given"
+    )
+    storage: Literal["bf16", "fp8", "fp32"] = Field(
+        "bf16", description="numbers that the cache keeps: of a token 8H, 4H + 16 or 16H bytes"
+    )
+    targets: int = Field(1, ge=1, description="copies of the target that capture at once")
+    gpus_per_target: int = Field(0, ge=0, description="GPUs of each copy (SGLang: its tensor parallelism); 0 is a CPU")
+    cpus_per_target: float = Field(1, gt=0, description="CPUs of each copy")
+    batch_tokens: int = Field(8192, ge=1, description="tokens of a forward pass; less after running out of memory")
+    shard_tokens: int = Field(65536, ge=1, description="tokens of a file of the cache, which is what a kill costs")
+    endpoints: Names = Field(
+        default_factory=list,
+        description="SGLang servers with capture on, one for each target, on its node; started by us where not given",
+    )
+    server_args: Names = Field(default_factory=list, description="more arguments of the SGLang servers that we start")
+
+
+class Train(Section):
+    feed: Literal["stream", "cache"] = Field(
+        "stream", description="states straight from the target, or from the files that jobs/capture.py wrote"
+    )
+    drafter: str | None = Field(None, description="folder of a published drafter to start from; from scratch if none")
+    draft_vocab_size: int = Field(32000, ge=1, description="tokens that the drafter can propose")
+    fc_norm: bool = Field(False, description="EAGLE-3.1: normalise each auxiliary state")
+    norm_output: bool = Field(False, description="EAGLE-3.1: hand on the normalised state from step to step")
+    epochs: int = Field(4, ge=1, description="passes over the sequences")
+    learning_rate: float = Field(4e-4, gt=0, description="peak of a cosine with warm-up")
+    warmup_share: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises")
+    ttt_steps: int = Field(7, ge=1, le=16, description="drafted tokens that training plays through")
+    one_step_share: float = Field(0.4, ge=0, le=1, description="first share of the training with only one TTT step")
+    columns_share: float = Field(
+        0.25, gt=0, le=1, description="share of the positions, drawn anew each time, that play TTT steps 2 and on"
+    )
+    step_decay: float = Field(0.8, gt=0, le=1, description="weight of a TTT step relative to the one before it")
+    batch_tokens: int = Field(4096, ge=1, description="tokens of a forward and backward pass")
+    step_tokens: int = Field(16384, ge=1, description="tokens of an optimiser step, over all workers")
+    workers: int = Field(1, ge=1, description="training workers")
+    gpus_per_worker: int = Field(0, ge=0, le=1, description="GPUs of each worker; 0 is a CPU")
+    cpus_per_worker: float = Field(1, gt=0, description="CPUs, and threads, of each worker")
+    strategy: Literal["ddp", "fsdp2"] = Field("ddp", description="a copy of the drafter on each worker, or a share")
+    dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="what the drafter computes in; its weights are float32; bfloat16 on GPUs where not given"
+    )
+    heldout: float = Field(0.05, ge=0, lt=1, description="share of the prompts that only validate")
+    validate_every: int = Field(50, ge=1, description="steps between validations")
+    checkpoint_every: int = Field(50, ge=1, description="steps between checkpoints")
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="validations without a longer acceptance before training stops early; none: never",
+    )
+    restarts: int = Field(3, ge=0, description="times that training starts again after losing a worker")
+    seed: int = Field(0, ge=0, description="of the order of the sequences and of a new drafter's weights")
+
+
 class Config(Section):
     """Everything that a run is made of."""
 
@@ -125,6 +188,8 @@ class Config(Section):
     prompts: Prompts
     generate: Generate = Field(default_factory=Generate)
     audit: Audit = Field(default_factory=Audit)
+    capture: Capture = Field(default_factory=Capture)
+    train: Train = Field(default_factory=Train)
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

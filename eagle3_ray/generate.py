@@ -5,20 +5,18 @@ plan (which prompts, how many rows) -> probe (are the servers fit?) -> claim the
 it was: committed units are skipped right behind the read, finished answers come out of the journal.
 """
 
-import logging
 import math
 import os
 import shlex
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
-from ray.data import ActorPoolStrategy, DataContext
+from ray.data import ActorPoolStrategy
 
-from eagle3_ray import plan, telemetry
+from eagle3_ray import cluster, plan, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
@@ -51,7 +49,7 @@ def run(config: Config) -> dict[str, Any]:
         if run_dir.succeeded_with(STAGE, settings.key()) and (summary := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
-        _connect()
+        cluster.connect()
         work = _prepare(run_dir, config, target, settings)
         if work.plan.expected == 0:
             raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
@@ -84,7 +82,7 @@ def dry_run(config: Config) -> str:
     run_dir = RunDir(config.run.dir)
     target = resolve(config.target.model)
     with WriterLock(run_dir):
-        _connect()
+        cluster.connect()
         try:
             work = _prepare(run_dir, config, target, _plan_settings(config, target))
         except Unfit as unfit:
@@ -220,18 +218,6 @@ def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[Ser
 
 def _api_key(config: Config) -> str | None:
     return os.environ.get(config.generate.api_key_env or "")
-
-
-def _connect() -> None:
-    """Joins the cluster that the job was submitted to, or starts a local one, and makes SIGTERM an orderly end."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token" if "RAY_ADDRESS" in os.environ else "disabled")
-    os.environ.setdefault(
-        "RAY_BACKEND_LOG_LEVEL", "fatal"
-    )  # this process only: Ray 2.60 calls every actor pool an error
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors reach us as exceptions
-    ray.init(os.environ.get("RAY_ADDRESS", "local"), logging_level="warning", log_to_driver=False)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
-    DataContext.get_current().enable_progress_bars = False
 
 
 def _plan_settings(config: Config, target: TargetFiles) -> PlanSettings:

@@ -44,3 +44,21 @@ class GenerateMetrics:
             if new:
                 self._retries.inc(new, {"endpoint": url, "cause": cause})
                 self._seen_retries[url, cause] = count
+
+
+class CaptureMetrics:
+    """What a capturing actor tells Prometheus."""
+
+    def __init__(self) -> None:
+        self._sequences = Counter("eagle3_capture_sequences_total", "sequences whose states were captured")
+        self._tokens = Counter("eagle3_capture_tokens_total", "tokens whose states were captured")
+        self._set_aside = Counter("eagle3_capture_set_aside_total", "sequences that are not the target's own")
+        self._seconds = Counter("eagle3_capture_seconds_total", "seconds spent in capturing")
+
+    def captured(self, sequences: int, tokens: int, seconds: float) -> None:
+        self._sequences.inc(sequences)
+        self._tokens.inc(tokens)
+        self._seconds.inc(seconds)
+
+    def set_aside(self) -> None:
+        self._set_aside.inc(1)

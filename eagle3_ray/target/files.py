@@ -60,10 +60,10 @@ class TargetFiles:
         return sorted({path for pattern in patterns for path in self.folder.glob(pattern)})
 
 
-def resolve(model: str) -> TargetFiles:
+def resolve(model: str, weights: bool = False) -> TargetFiles:
     """The files of `model`: a folder, a Hugging Face name, or SMOLLM2, which is made where it is missing.
 
-    Of a Hugging Face model all but the weights are fetched, or read from the hub's cache.
+    A Hugging Face model is fetched, or read from the hub's cache, without its weights unless these are asked for.
 
     Raises:
         TargetError: no such folder or name, or a file is missing.
@@ -74,22 +74,25 @@ def resolve(model: str) -> TargetFiles:
         model = str(sglang_cpu.model())
     folder = Path(model)
     if not folder.is_dir():
-        folder = _fetch(model)
+        folder = _fetch(model, weights)
     config = _read_json(folder / "config.json", missing=None)
     if config is None:
         raise TargetError(f"target.model={model}: {folder} has no config.json, so it is no model folder.")
     files = TargetFiles(model, folder, config)
     if "vocab_size" not in files._text_config:
         raise TargetError(f"target.model={model}: {folder / 'config.json'} does not tell vocab_size.")
+    if weights and files.fingerprint()["target.weights"] is None:
+        raise TargetError(f"target.model={model}: {folder} holds no weights, which this stage needs. Put them there.")
     return files
 
 
-def _fetch(model: str) -> Path:
+def _fetch(model: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(model, ignore_patterns=[*_WEIGHT_FILES, "*.pt", "*.pth", "*.onnx"]))
+        unwanted = ["*.pt", "*.pth", "*.onnx", *([] if weights else _WEIGHT_FILES)]
+        return Path(snapshot_download(model, ignore_patterns=unwanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise TargetError(

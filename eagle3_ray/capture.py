@@ -1,0 +1,364 @@
+"""Sequences become hidden states on disk, for training that reads them many times.
+
+corpus (the sequences as one file) -> plan (how many bytes, do they fit) -> claim the run -> shards that are missing ->
+capture and prove on actors that own a copy of the target -> a file a shard -> count what is there -> _SUCCESS. A shard
+is there or it is not: after any end, the same command captures those that are not.
+
+Training that takes its states from a stream (train.feed) needs none of this.
+"""
+
+import hashlib
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.dataset as ds
+import ray
+from ray.data import ActorPoolStrategy
+
+from eagle3_ray import cluster, corpus
+from eagle3_ray.capturer import CaptureSettings, ShardCapturer
+from eagle3_ray.config import Capture, Config, ConfigError
+from eagle3_ray.corpus import Corpus
+from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.ledger import STAGE as GENERATE
+from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token
+from eagle3_ray.target.files import TargetFiles, resolve
+from eagle3_ray.target.layers import resolve_layers, text_config
+
+STAGE = "capture"
+_SAY_EVERY_S = 5.0
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
+
+    Raises:
+        ConfigError, TargetError, RunError: before anything is captured; says what to change.
+    """
+    started = time.monotonic()
+    run_dir = RunDir(config.run.dir)
+    target = resolve(config.target.model, weights=True)
+    with WriterLock(run_dir) as lock:
+        sequences = corpus.make(run_dir)
+        check_corpus_is_of(run_dir, target)
+        fingerprint = fingerprint_of(run_dir, config.capture, sequences, target)
+        run_dir.check(STAGE, fingerprint)
+        if run_dir.succeeded_with(STAGE, sequences.key) and (summary := run_dir.summary(STAGE)) is not None:
+            print(f"{run_dir.path} is captured; nothing to do", file=sys.stderr)
+            return summary
+        plan = Plan.make(run_dir, config.capture, sequences, target)
+        plan.say()
+        plan.check_room()
+        cluster.connect()
+        cluster.require(
+            "capture", config.capture.targets, config.capture.cpus_per_target, config.capture.gpus_per_target
+        )
+        run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        progress = Progress(plan)
+        stopped_by = None
+        try:
+            if plan.missing:
+                _pipeline(run_dir, config, sequences, target, plan, lock.token, progress)
+        except (ray.exceptions.RayError, OSError) as error:
+            stopped_by = explain(root_cause(error))
+        except (SystemExit, KeyboardInterrupt) as end:
+            stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
+        summary = _summarise(run_dir, config.capture, sequences, target, progress, stopped_by, started)
+        run_dir.write_summary(STAGE, summary)
+        if summary["status"] == "complete":
+            run_dir.succeed(STAGE, sequences.key)
+        return summary
+
+
+def dry_run(config: Config) -> str:
+    """What would be captured, and whether it fits; captures nothing."""
+    run_dir = RunDir(config.run.dir)
+    target = resolve(config.target.model, weights=True)
+    with WriterLock(run_dir):
+        plan = Plan.make(run_dir, config.capture, corpus.make(run_dir), target)
+    return plan.text()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the cache: its name tells which sequences it holds."""
+
+    name: str
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What there is to capture, what that takes, and what is there already."""
+
+    shards: list[Shard]
+    missing: list[Shard]
+    damaged: list[Path]
+    sequences: int
+    tokens: int
+    missing_tokens: int
+    bytes_per_token: int
+    free_bytes: int
+    storage: str
+    known_speed: float | None  # tokens per second of an earlier job of this run
+
+    @staticmethod
+    def make(run_dir: RunDir, capture: Capture, sequences: Corpus, target: TargetFiles) -> "Plan":
+        """Cuts the corpus into shards and looks which of them are there."""
+        folder = run_dir.stage(STAGE) / "shards"
+        planned = shards(sequences, capture.shard_tokens)
+        missing, broken = [], []
+        for shard in planned:
+            path = folder / f"{shard.name}.parquet"
+            try:
+                if not path.exists():
+                    missing.append(shard)
+                else:
+                    about(path)
+            except DamagedShard as damage:
+                broken.append(damage.path)
+                missing.append(shard)
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        return Plan(
+            shards=planned,
+            missing=missing,
+            damaged=broken,
+            sequences=len(sequences),
+            tokens=int(sequences.tokens.sum()),
+            missing_tokens=sum(int(sequences.tokens[list(shard.rows)].sum()) for shard in missing),
+            bytes_per_token=bytes_per_token(int(text_config(target.config)["hidden_size"]), capture.storage),
+            free_bytes=shutil.disk_usage(place).free,
+            storage=capture.storage,
+            known_speed=(run_dir.summary(STAGE) or {}).get("tokens_per_second") or None,
+        )
+
+    def text(self) -> str:
+        """For people: size, room, time, and what to do where it does not fit."""
+        need = self.missing_tokens * self.bytes_per_token
+        time_needed = (
+            f"about {self.missing_tokens / self.known_speed / 60:.0f} min at {self.known_speed:,.0f} tokens/s as before"
+            if self.known_speed
+            else "time is told after the first shard"
+        )
+        lines = [
+            f"capture: {self.sequences:,} sequences, {self.tokens:,} tokens in {len(self.shards):,} shards, "
+            f"{len(self.shards) - len(self.missing):,} of them there",
+            f"  disk: {self.bytes_per_token:,} bytes a token ({self.storage}) = {need / 1e9:,.1f} GB to write, "
+            f"{self.free_bytes / 1e9:,.1f} GB free; {time_needed}",
+        ]
+        lines += [f"  {path} is damaged and is captured again" for path in self.damaged]
+        if need > self.free_bytes:
+            lines.append("  this does not fit: use train.feed=stream, which writes nothing")
+        return "\n".join(lines)
+
+    def say(self) -> None:
+        print(self.text(), file=sys.stderr)
+
+    def check_room(self) -> None:
+        """Raises ConfigError where the disk cannot hold the states."""
+        need = self.missing_tokens * self.bytes_per_token
+        if need > 0.97 * self.free_bytes:
+            smaller = "" if self.storage == "fp8" else ", capture.storage=fp8"
+            raise ConfigError(
+                f"the states take {need / 1e9:,.1f} GB and {self.free_bytes / 1e9:,.1f} GB are free in run.dir. Use "
+                f"train.feed=stream, which writes nothing{smaller}, or another run.dir."
+            )
+
+
+def shards(sequences: Corpus, shard_tokens: int) -> list[Shard]:
+    """The corpus in its order, cut where a shard has its tokens. A longer sequence is a shard by itself."""
+    ends = np.cumsum(sequences.tokens)
+    found, first, base = [], 0, 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, base + shard_tokens, side="right")))
+        found.append(_shard(sequences, range(first, last)))
+        base, first = int(ends[last - 1]), last
+    return found
+
+
+def _shard(sequences: Corpus, rows: Sequence[int]) -> Shard:
+    digest = hashlib.sha256(" ".join(sequences.token_sha(row) for row in rows).encode()).hexdigest()[:8]
+    return Shard(f"{rows[0]:010}-{digest}", tuple(rows))
+
+
+def settings_of(config: Config, sequences: Corpus, target: TargetFiles) -> CaptureSettings:
+    """What a capturing actor needs, from the configuration."""
+    capture = config.capture
+    if capture.endpoints and len(capture.endpoints) != capture.targets:
+        raise ConfigError(
+            f"capture.endpoints names {len(capture.endpoints)} servers and capture.targets={capture.targets}; there "
+            "has to be one server for each target."
+        )
+    return CaptureSettings(
+        corpus=sequences,
+        target=target.folder,
+        layers=resolve_layers(target.config, capture.layers),
+        backend=capture.backend,
+        dtype=_dtype(capture),
+        gpus=capture.gpus_per_target,
+        cpus=capture.cpus_per_target,
+        batch_tokens=capture.batch_tokens,
+        temperature=config.generate.temperature,
+        trust_remote_code=config.target.trust_remote_code,
+        endpoints=tuple(capture.endpoints),
+        server_args=tuple(capture.server_args),
+    )
+
+
+def fingerprint_of(run_dir: RunDir, capture: Capture, sequences: Corpus, target: TargetFiles) -> dict[str, Any]:
+    """All that changes the cached states: what was generated, the layers, and how numbers are computed and kept."""
+    generated = run_dir.manifest()[GENERATE]["fingerprint"]
+    return {
+        "generate": hashlib.sha256(repr(sorted(generated.items())).encode()).hexdigest()[:16],
+        "corpus": sequences.key,
+        "capture.layers": str(list(resolve_layers(target.config, capture.layers))),
+        "capture.dtype": _dtype(capture),
+        "capture.storage": capture.storage,
+        "capture.backend": capture.backend,
+        "target.weights": target.fingerprint()["target.weights"],
+    }
+
+
+def check_corpus_is_of(run_dir: RunDir, target: TargetFiles) -> None:
+    """Raises RunError where the sequences were generated by another model than `target`, as far as files tell."""
+    generated, ours = run_dir.manifest()[GENERATE]["fingerprint"], target.fingerprint()
+    for field in ("target.tokenizer", "target.config", "target.weights"):
+        if generated.get(field) is not None and ours[field] != generated[field]:
+            raise RunError(
+                f"{run_dir.path} was generated with another model: {field} was {generated[field]} and is now "
+                f"{ours[field]}. Set target.model to the model that generated the data."
+            )
+
+
+def _dtype(capture: Capture) -> str:
+    return capture.dtype or ("bfloat16" if capture.gpus_per_target else "float32")
+
+
+def _pipeline(
+    run_dir: RunDir,
+    config: Config,
+    sequences: Corpus,
+    target: TargetFiles,
+    plan: Plan,
+    token: str,
+    progress: "Progress",
+) -> None:
+    capture = config.capture
+    work = [{"shard": shard.name, "rows": list(shard.rows)} for shard in plan.missing]
+    stored = ray.data.from_items(work, override_num_blocks=len(work)).map_batches(
+        ShardCapturer,
+        fn_constructor_args=(
+            settings_of(config, sequences, target),
+            str(run_dir.stage(STAGE)),
+            capture.storage,
+            {"fingerprint": run_dir.manifest()[STAGE]["fingerprint"]},
+            token,
+        ),
+        batch_size=1,
+        num_cpus=capture.cpus_per_target,
+        num_gpus=capture.gpus_per_target or None,
+        compute=ActorPoolStrategy(size=min(capture.targets, len(work))),
+    )
+    for shard in stored.iter_rows():
+        progress.add(shard)
+
+
+class Progress:
+    """Counts shards as they come and says so every few seconds."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._started: float | None = None
+        self._said = 0.0
+        self.shards = self.tokens = self.bytes = self.set_aside = 0
+        self.seconds = 0.0
+        self._first_end = 0.0
+
+    def add(self, shard: dict[str, Any]) -> None:
+        """Adds a shard that is committed."""
+        now = time.monotonic()
+        self._started = self._started or now - shard["seconds"]
+        self.shards += 1
+        self.tokens += shard["tokens"]
+        self.bytes += shard["bytes"]
+        self.set_aside += shard["set_aside"]
+        self.seconds = now - self._started
+        if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
+            self._said = now
+            left = (self._plan.missing_tokens - self.tokens) / max(self.tokens_per_second, 1e-9)
+            print(
+                f"{time.strftime('%H:%M:%S')} shards {self.shards}/{len(self._plan.missing)} | "
+                f"{self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s | {self.bytes / 1e9:.2f} GB | "
+                f"set aside {self.set_aside} | ETA {left / 60:.0f} min",
+                file=sys.stderr,
+            )
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def _summarise(
+    run_dir: RunDir,
+    capture: Capture,
+    sequences: Corpus,
+    target: TargetFiles,
+    progress: Progress,
+    stopped_by: str | None,
+    started: float,
+) -> dict[str, Any]:
+    """Counts the cache itself."""
+    plan = Plan.make(run_dir, capture, sequences, target)
+    there = [shard for shard in plan.shards if shard not in plan.missing]
+    folder = run_dir.stage(STAGE)
+    rows = sum(len(about(folder / "shards" / f"{shard.name}.parquet")["rows"]) for shard in there)
+    seen = sum(len(shard.rows) for shard in there)
+    reasons, quantiles = _scores(folder / "scores", there)
+    warnings = []
+    if damaged := corpus.damaged(sequences):
+        warnings.append(f"{len(damaged)} generated sequences are damaged and were left out, e.g. {damaged[0]}")
+    if seen and (seen - rows) / seen > 0.02:
+        warnings.append(f"{(seen - rows) / seen:.1%} of the sequences are not the target's own; see the reasons")
+    return {
+        "stage": STAGE,
+        "status": "complete" if not plan.missing else "stopped" if stopped_by else "incomplete",
+        "expected": len(sequences),
+        "rows": rows,
+        "quarantined": seen - rows,
+        "missing": len(sequences) - seen,
+        "tokens": plan.tokens - plan.missing_tokens,
+        "tokens_per_second": round(progress.tokens_per_second, 1),
+        "bytes_per_token": plan.bytes_per_token,
+        "bytes": sum((folder / "shards" / f"{shard.name}.parquet").stat().st_size for shard in there),
+        "on_policy_difference": quantiles,
+        "quarantined_by_reason": reasons,
+        "wall_s": round(time.monotonic() - started, 1),
+        "run_dir": str(run_dir.path),
+        "stopped_by": stopped_by,
+        "warnings": warnings,
+    }
+
+
+def _scores(folder: Path, there: list[Shard]) -> tuple[dict[str, int], dict[str, float]]:
+    """Reasons for setting aside, and the median and upper quantiles of the difference to the recorded answers."""
+    files = [str(folder / f"{shard.name}.parquet") for shard in there]
+    if not files:
+        return {}, {}
+    table = ds.dataset(files).to_table(columns=["reason", "mean_difference"])
+    reasons: dict[str, int] = {}
+    for reason in table["reason"].drop_null().to_pylist():
+        kind = reason.partition(":")[0]
+        reasons[kind] = reasons.get(kind, 0) + 1
+    differences = table["mean_difference"].drop_null().to_numpy()
+    if not len(differences):
+        return reasons, {}
+    p50, p99, most = np.quantile(differences, [0.5, 0.99, 1.0])
+    return reasons, {"p50": float(p50), "p99": float(p99), "max": float(most)}

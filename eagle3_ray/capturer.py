@@ -1,0 +1,233 @@
+"""One copy of the target at work: sequences of the corpus in, proved states out, to a shard of the cache or a trainer.
+
+Before the first sequence the target has to reproduce what the engine said of sequences of this very corpus; after that
+every sequence is held against its recorded log-probabilities. What does not fit comes out with its reason.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from eagle3_ray.corpus import Corpus
+from eagle3_ray.metrics import CaptureMetrics
+from eagle3_ray.runs import RunError, WriterLock
+from eagle3_ray.states_cache import ShardWriter, encode
+from eagle3_ray.target.parts import load_parts
+from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, self_check
+from eagle3_ray.target.protocol import Target, TokenSequence
+
+_PROBES = 3
+
+SCORES_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("sequence_id", pa.string()),
+        ("tokens", pa.int32()),
+        ("mean_difference", pa.float32()),
+        ("worst_window", pa.float32()),
+        ("argmax_agreement", pa.float32()),
+        ("mean_logprob", pa.float32()),
+        ("reason", pa.string()),  # null unless the sequence is set aside
+    ]
+)
+"""What the on-policy check found, a row per sequence."""
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """All that a capturing actor needs to know."""
+
+    corpus: Corpus
+    target: Path
+    layers: tuple[int, ...]
+    backend: str
+    dtype: str
+    gpus: int
+    cpus: float
+    batch_tokens: int
+    temperature: float
+    trust_remote_code: bool = False
+    endpoints: tuple[str, ...] = ()
+    server_args: tuple[str, ...] = ()
+    limits: OnPolicyLimits = field(default_factory=OnPolicyLimits)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A sequence's states [T, 4H], and why they must not train, if so."""
+
+    row: int
+    states: torch.Tensor
+    score: Score
+    reason: str | None
+
+
+class Capturer:
+    """A target with the corpus at hand. `number` tells copies of the target apart.
+
+    Raises:
+        CaptureError: the target does not reproduce the engine's log-probabilities of the corpus's own sequences.
+    """
+
+    def __init__(self, settings: CaptureSettings, number: int = 0) -> None:
+        torch.set_num_threads(max(1, int(settings.cpus)))
+        self._settings = settings
+        self._corpus = settings.corpus
+        self._parts = load_parts(settings.target, torch.float32 if settings.dtype == "float32" else torch.bfloat16)
+        self._target = _open(settings, number)
+        self._metrics = CaptureMetrics()
+        for row in _probes(self._corpus):
+            self_check(self._target, self._parts, self._sequence(row), self._corpus.logprobs(row))
+
+    def capture(self, rows: Sequence[int]) -> list[Captured]:
+        """The states of sequences of the corpus, each proved, in the order given."""
+        started = time.monotonic()
+        found = []
+        for row, states in zip(rows, self._target.capture([self._sequence(row) for row in rows]), strict=True):
+            score = on_policy(
+                states,
+                self._sequence(row),
+                self._corpus.logprobs(row),
+                self._parts,
+                temperature=self._settings.temperature,
+            )
+            joined = torch.cat([states.aux_hidden, states.last_hidden], dim=1)
+            found.append(Captured(row, joined, score, self._settings.limits.reason(score)))
+        tokens = sum(len(captured.states) for captured in found)
+        self._metrics.captured(len(found), tokens, time.monotonic() - started)
+        for captured in found:
+            if captured.reason is not None:
+                self._metrics.set_aside()
+        return found
+
+    def packs(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """The rows in groups of about a forward pass."""
+        group: list[int] = []
+        tokens = 0
+        for row in rows:
+            if group and tokens + self._corpus.tokens[row] > self._settings.batch_tokens:
+                yield group
+                group, tokens = [], 0
+            group.append(row)
+            tokens += self._corpus.tokens[row]
+        if group:
+            yield group
+
+    def close(self) -> None:
+        """Gives back what the target holds: memory, processes, files."""
+        self._target.close()
+
+    def _sequence(self, row: int) -> TokenSequence:
+        return TokenSequence(self._corpus.sequence_id(row), self._corpus.ids(row), int(self._corpus.prompt_tokens[row]))
+
+
+def _open(settings: CaptureSettings, number: int) -> Target:
+    if settings.backend == "transformers":
+        from eagle3_ray.target.transformers_backend import TransformersTarget
+
+        return TransformersTarget(
+            settings.target,
+            settings.layers,
+            "float32" if settings.dtype == "float32" else "bfloat16",
+            device=None if settings.gpus else "cpu",
+            batch_tokens=settings.batch_tokens,
+        )
+    from eagle3_ray.target.sglang_backend import SGLangTarget
+
+    return SGLangTarget(
+        settings.target,
+        settings.layers,
+        settings.dtype,
+        tp=settings.gpus,
+        url=settings.endpoints[number] if settings.endpoints else None,
+        server_args=settings.server_args,
+    )
+
+
+def _probes(corpus: Corpus) -> list[int]:
+    """Short sequences whose log-probabilities were recorded, with an answer long enough to tell models apart."""
+    answers = corpus.tokens - corpus.prompt_tokens
+    long_enough = np.flatnonzero(answers >= min(16, int(answers.max())))
+    order = long_enough[np.argsort(corpus.tokens[long_enough], kind="stable")]
+    return [int(row) for row in order[:_PROBES]]
+
+
+class ShardCapturer:
+    """Fills the shards of a cache: the callable of a Ray Data actor pool."""
+
+    def __init__(self, settings: CaptureSettings, folder: str, storage: str, about: dict[str, Any], token: str) -> None:
+        self._capturer = Capturer(settings)
+        self._corpus = settings.corpus
+        self._folder = Path(folder)
+        self._storage = storage
+        self._about = about
+        self._token = token
+
+    def __call__(self, batch: dict[str, npt.NDArray[Any]]) -> dict[str, list[Any]]:
+        """Captures one shard; a batch holds its `shard` and `rows`. Answers with what was stored."""
+        shard, rows = str(batch["shard"][0]), [int(row) for row in batch["rows"][0]]
+        started = time.monotonic()
+        writer = ShardWriter(self._folder / "shards" / f"{shard}.parquet", self._about)
+        scores = []
+        try:
+            for pack in self._capturer.packs(rows):
+                for captured in self._capturer.capture(pack):
+                    scores.append(self._score(captured))
+                    if captured.reason is None:
+                        sha = self._corpus.token_sha(captured.row)
+                        writer.add(captured.row, sha, captured.states, self._storage)
+            _write_scores(self._folder / "scores" / f"{shard}.parquet", scores)
+            run_path = str(self._folder.parent)
+            if not WriterLock.is_current(run_path, self._token):
+                raise RunError(f"another job has taken over {run_path}; this one writes nothing more")
+            size = writer.commit()
+        except BaseException:
+            writer.discard()
+            raise
+        set_aside = sum(score["reason"] is not None for score in scores)
+        return {
+            "sequences": [len(rows) - set_aside],
+            "set_aside": [set_aside],
+            "tokens": [sum(int(self._corpus.tokens[row]) for row in rows)],
+            "bytes": [size],
+            "seconds": [time.monotonic() - started],
+        }
+
+    def _score(self, captured: Captured) -> dict[str, Any]:
+        score = captured.score
+        return {
+            "row": captured.row,
+            "sequence_id": self._corpus.sequence_id(captured.row),
+            "tokens": len(captured.states),
+            "mean_difference": score.mean_difference,
+            "worst_window": score.worst_window,
+            "argmax_agreement": score.argmax_agreement,
+            "mean_logprob": score.mean_logprob,
+            "reason": captured.reason,
+        }
+
+
+class StreamCapturer:
+    """Hands states to trainers as they ask for them: a Ray actor that outlives them, so the target loads once."""
+
+    def __init__(self, settings: CaptureSettings, number: int) -> None:
+        self._capturer = Capturer(settings, number)
+
+    def fetch(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.uint16], list[str | None]]:
+        """The states of `rows` one behind the other, as the bits of bfloat16 [T, 4H], and why some must not train."""
+        found = [captured for pack in self._capturer.packs(rows) for captured in self._capturer.capture(pack)]
+        stored, _ = encode(torch.cat([captured.states for captured in found]), "bf16")
+        return stored, [captured.reason for captured in found]
+
+
+def _write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path)

@@ -1,0 +1,183 @@
+"""Captured states on disk: one Parquet file a shard, one row group a sequence, a checksum on every page.
+
+States are one tensor [T, 4H]: the three auxiliary states and the last one side by side. A row holds up to 1,024 tokens
+of a sequence, so no value nears Parquet's 2 GB. A shard gets its name when it is whole; reading a sequence reads its
+row group.
+
+    bf16   2 bytes a number, 8H bytes a token: what a bf16 target computes
+    fp8    e4m3 with a float32 scale for each token and each of the four states: 4H + 16 bytes a token
+    fp32   4 bytes a number, 16H bytes a token: for exact comparisons on a CPU
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+STORAGES = ("bf16", "fp8", "fp32")
+STATES = 4
+"""Hidden states that are kept of each token: three auxiliary ones and the last."""
+
+_CHUNK_TOKENS = 1024
+_FP8_MAX = 448.0
+_SCHEMA = pa.schema([("row", pa.int64()), ("token_sha", pa.string()), ("states", pa.binary()), ("scales", pa.binary())])
+_ABOUT = b"eagle3_ray.shard"
+
+
+class DamagedShard(RuntimeError):
+    """A shard is not what was written; `path` is the file."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} is damaged ({what})")
+        self.path = path
+
+
+def bytes_per_token(hidden: int, storage: str) -> int:
+    """Bytes that a token's four states take."""
+    return {"bf16": 8 * hidden, "fp8": 4 * hidden + 4 * STATES, "fp32": 16 * hidden}[storage]
+
+
+def encode(states: torch.Tensor, storage: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
+    """States [T, 4H] as stored numbers [T, 4H] (uint16, uint8 or float32) and, for fp8, their scales [T, 4]."""
+    if storage == "bf16":
+        return states.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16), None
+    if storage == "fp32":
+        return states.float().contiguous().numpy(), None
+    parts = states.float().view(len(states), STATES, -1)
+    scales = parts.abs().amax(dim=2).clamp_min(1e-30) / _FP8_MAX
+    small = (parts / scales[:, :, None]).to(torch.float8_e4m3fn)
+    return small.view(torch.uint8).flatten(1).numpy(), scales.numpy()
+
+
+def decode(stored: npt.NDArray[Any], scales: npt.NDArray[np.float32] | None, storage: str) -> torch.Tensor:
+    """The inverse of `encode`: states [T, 4H], bfloat16 from bf16 and fp8, float32 from fp32."""
+    if storage == "bf16":
+        return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
+    if storage == "fp32":
+        return torch.from_numpy(stored)
+    assert scales is not None
+    parts = torch.from_numpy(stored).view(torch.float8_e4m3fn).float().view(len(stored), STATES, -1)
+    return (parts * torch.from_numpy(scales)[:, :, None]).flatten(1).to(torch.bfloat16)
+
+
+class ShardWriter:
+    """Writes one shard under a temporary name; `commit` gives it its own."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self._path = path
+        self._about = dict(about)
+        self._rows: list[int] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}")
+        self._writer = pq.ParquetWriter(
+            self._temporary, _SCHEMA, compression="none", use_dictionary=False, write_page_checksum=True
+        )
+
+    def add(self, row: int, token_sha: str, states: torch.Tensor, storage: str) -> None:
+        """Adds the states [T, 4H] of a sequence as one row group."""
+        stored, scales = encode(states, storage)
+        chunks = [
+            {
+                "row": row,
+                "token_sha": token_sha,
+                "states": stored[first : first + _CHUNK_TOKENS].tobytes(),
+                "scales": None if scales is None else scales[first : first + _CHUNK_TOKENS].tobytes(),
+            }
+            for first in range(0, len(stored), _CHUNK_TOKENS)
+        ]
+        self._writer.write_table(pa.Table.from_pylist(chunks, schema=_SCHEMA))
+        self._rows.append(row)
+
+    def commit(self) -> int:
+        """Makes the shard visible and returns its bytes."""
+        self._writer.add_key_value_metadata({_ABOUT: json.dumps(self._about | {"rows": self._rows})})
+        self._writer.close()
+        size = self._temporary.stat().st_size
+        os.replace(self._temporary, self._path)
+        return size
+
+    def discard(self) -> None:
+        """Leaves nothing behind of a shard that will not be whole."""
+        self._writer.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def about(path: Path) -> dict[str, Any]:
+    """What the shard says of itself: what it was written with, and `rows`, the sequences that it holds, in order.
+
+    Raises:
+        DamagedShard: its end, where Parquet keeps this, cannot be read.
+    """
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+        said: dict[str, Any] = json.loads(metadata[_ABOUT])
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+        raise DamagedShard(path, str(error).splitlines()[0]) from None
+    return said
+
+
+@dataclass(frozen=True)
+class _Place:
+    path: Path
+    group: int
+
+
+class StatesCache:
+    """All shards of a folder, by sequence."""
+
+    def __init__(self, folder: Path, hidden: int, storage: str) -> None:
+        self._width = STATES * hidden
+        self._storage = storage
+        self._places: dict[int, _Place] = {}
+        for path in sorted(folder.glob("*.parquet")):
+            for group, row in enumerate(about(path)["rows"]):
+                self._places[row] = _Place(path, group)
+
+    @property
+    def rows(self) -> list[int]:
+        """The sequences that the cache holds."""
+        return sorted(self._places)
+
+    def read(self, row: int, token_sha: str) -> torch.Tensor:
+        """The states [T, 4H] of a sequence.
+
+        Raises:
+            DamagedShard: a page's checksum does not match, or these are the states of other tokens.
+        """
+        place = self._places[row]
+        try:
+            with pq.ParquetFile(place.path, page_checksum_verification=True, memory_map=True) as file:
+                chunks = file.read_row_group(place.group).to_pydict()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DamagedShard(place.path, str(error).splitlines()[0]) from None
+        if set(chunks["row"]) != {row} or set(chunks["token_sha"]) != {token_sha}:
+            raise DamagedShard(place.path, f"row group {place.group} holds the states of other tokens")
+        dtype = {"bf16": "<u2", "fp8": "u1", "fp32": "<f4"}[self._storage]
+        stored = np.frombuffer(bytearray(b"".join(chunks["states"])), dtype).reshape(-1, self._width)
+        scales = None
+        if self._storage == "fp8":
+            scales = np.frombuffer(bytearray(b"".join(chunks["scales"])), "<f4").reshape(-1, STATES)
+        return decode(stored, scales, self._storage)
+
+
+def verify(paths: Sequence[Path]) -> Iterator[DamagedShard]:
+    """Reads every page of the shards and yields what is damaged."""
+    for path in paths:
+        try:
+            about(path)
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                for group in range(file.num_row_groups):
+                    file.read_row_group(group)
+        except DamagedShard as damage:
+            yield damage
+        except (OSError, pa.ArrowInvalid) as error:
+            yield DamagedShard(path, str(error).splitlines()[0])

@@ -51,7 +51,6 @@ class Decoded:
         return of_answer(len(self.output_ids), self.accepted)
 
 
-@torch.inference_mode()
 def decode(
     target: CachedTarget,
     propose: Propose,
@@ -86,7 +85,6 @@ def decode(
     return Decoded(ids[len(prompt_ids) : len(prompt_ids) + end], accepted)
 
 
-@torch.inference_mode()
 def decode_plainly(
     target: CachedTarget, prompt_ids: Sequence[int], *, max_new_tokens: int, stop_ids: Collection[int]
 ) -> list[int]:
@@ -157,17 +155,17 @@ class TransformersTarget:
         self.layers = tuple(layers)
         self._cache: Any = None
 
-    @torch.inference_mode()
     def read(self, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         from transformers import DynamicCache
 
         self._cache = self._cache or DynamicCache(config=self.model.config)
-        out = self.model(
-            torch.tensor([list(ids)], device=self.model.device),
-            past_key_values=self._cache,
-            output_hidden_states=True,
-            use_cache=True,
-        )
+        with torch.inference_mode():
+            out = self.model(
+                torch.tensor([list(ids)], device=self.model.device),
+                past_key_values=self._cache,
+                output_hidden_states=True,
+                use_cache=True,
+            )
         return out.logits[0], torch.cat([out.hidden_states[layer][0] for layer in self.layers], dim=-1)
 
     def forget(self, length: int) -> None:

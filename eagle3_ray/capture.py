@@ -58,9 +58,7 @@ def run(config: Config) -> dict[str, Any]:
         plan.say()
         plan.check_room()
         cluster.connect()
-        cluster.require(
-            "capture", config.capture.targets, config.capture.cpus_per_target, config.capture.gpus_per_target
-        )
+        cluster.require(need(config.capture))
         run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
         progress = Progress(plan)
         stopped_by = None
@@ -236,6 +234,11 @@ def check_corpus_is_of(run_dir: RunDir, target: TargetFiles) -> None:
                 f"{run_dir.path} was generated with another model: {field} was {generated[field]} and is now "
                 f"{ours[field]}. Set target.model to the model that generated the data."
             )
+
+
+def need(capture: Capture) -> cluster.Need:
+    """What the copies of the target take of the cluster."""
+    return cluster.Need("capture", capture.targets, capture.cpus_per_target, capture.gpus_per_target)
 
 
 def _dtype(capture: Capture) -> str:

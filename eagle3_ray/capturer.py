@@ -221,6 +221,9 @@ class StreamCapturer:
     def __init__(self, settings: CaptureSettings, number: int) -> None:
         self._capturer = Capturer(settings, number)
 
+    def ready(self) -> None:
+        """Returns when the target is loaded and has proved itself."""
+
     def fetch(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.uint16], list[str | None]]:
         """The states of `rows` one behind the other, as the bits of bfloat16 [T, 4H], and why some must not train."""
         found = [captured for pack in self._capturer.packs(rows) for captured in self._capturer.capture(pack)]

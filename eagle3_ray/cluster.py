@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 
 import ray
 from ray.data import DataContext
@@ -23,22 +24,35 @@ def connect() -> None:
     DataContext.get_current().enable_progress_bars = False
 
 
-def require(what: str, copies: int, cpus: float, gpus: float) -> None:
-    """Makes sure that `copies` actors of that many CPUs and GPUs can run at once, each on one node.
+@dataclass(frozen=True)
+class Need:
+    """Actors that have to run at once, each on one node."""
+
+    what: str
+    copies: int
+    cpus: float
+    gpus: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.copies} x ({self.cpus:g} CPUs, {self.gpus:g} GPUs)"
+
+
+def require(*needs: Need) -> None:
+    """Makes sure that the cluster has room for all of `needs` together.
 
     Raises:
-        ConfigError: they would wait for ever.
+        ConfigError: some would wait for ever.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(_fits(node, cpus, gpus) for node in nodes)
-    if room < copies:
-        have = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
-        raise ConfigError(
-            f"{what} needs {copies} x ({cpus:g} CPUs, {gpus:g} GPUs), each on one node; the cluster has {have}, which "
-            f"is room for {room}. Ask for less or add a node."
-        )
-
-
-def _fits(node: dict[str, float], cpus: float, gpus: float) -> int:
-    shares = [node.get(name, 0) // need for name, need in (("CPU", cpus), ("GPU", gpus)) if need > 0]
-    return int(min(shares, default=1))
+    free = [[node.get("GPU", 0.0), node.get("CPU", 0.0)] for node in nodes]
+    for need in sorted(needs, key=lambda need: (need.gpus, need.cpus), reverse=True):
+        for _ in range(need.copies):
+            place = next((node for node in free if node[0] >= need.gpus and node[1] >= need.cpus), None)
+            if place is None:
+                have = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+                raise ConfigError(
+                    f"The cluster ({have}) has no room for {'; '.join(map(str, needs))}, each on one node. "
+                    "Ask for less in the configuration or add a node."
+                )
+            place[0] -= need.gpus
+            place[1] -= need.cpus

@@ -62,3 +62,26 @@ class CaptureMetrics:
 
     def set_aside(self) -> None:
         self._set_aside.inc(1)
+
+
+class TrainMetrics:
+    """What a training worker tells Prometheus."""
+
+    def __init__(self) -> None:
+        names = {
+            "loss": "loss of the last step",
+            "tokens_per_second": "tokens of the last step over its seconds, all workers",
+            "wait_share": "share of the last step that waited for states",
+        }
+        self._gauges = {name: Gauge(f"eagle3_train_{name}", about) for name, about in names.items()}
+        self._steps = Counter("eagle3_train_steps_total", "optimiser steps")
+        self._tokens = Counter("eagle3_train_tokens_total", "tokens trained on, all workers")
+        self._set_aside = Counter("eagle3_train_set_aside_total", "sequences with an empty loss mask")
+
+    def stepped(self, numbers: Mapping[str, float]) -> None:
+        for name, gauge in self._gauges.items():
+            gauge.set(numbers[name])
+        self._steps.inc(1)
+        self._tokens.inc(numbers["tokens"])
+        if numbers["set_aside"]:
+            self._set_aside.inc(numbers["set_aside"])

@@ -1,0 +1,102 @@
+"""Training checkpoints: each a folder that appears whole, with a hash that tells a torn one.
+
+    RUN/train/checkpoints/00000150/state.pt      drafter, optimiser, what validation has seen
+    RUN/train/checkpoints/00000150/about.json    the next step, the plan that it belongs to, the hash of state.pt
+    RUN/train/checkpoints/best -> 00000100
+
+Ray Train keeps checkpoints too, but finds them through a snapshot file that it writes in place: a job killed while
+writing it cannot be resumed (watched with Ray 2.60). Here the folders themselves are the record.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_STATE, _ABOUT, _BEST = "state.pt", "about.json", "best"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint: `next_step` is the first step that it has not seen."""
+
+    folder: Path
+    next_step: int
+
+    def load(self) -> dict[str, Any]:
+        """The saved state; tensors and plain values only."""
+        state: dict[str, Any] = torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)
+        return state
+
+
+def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best: bool, keep: int = 2) -> None:
+    """Writes a checkpoint, points `best` at it if it is, and deletes all but the last `keep` and the best."""
+    place = folder / f"{next_step:08}"
+    temporary = folder / f".{uuid.uuid4().hex}"
+    temporary.mkdir(parents=True)
+    torch.save(dict(state), temporary / _STATE)
+    about = {"next_step": next_step, "plan": plan, "sha256": _hash(temporary / _STATE)}
+    (temporary / _ABOUT).write_text(json.dumps(about) + "\n")
+    shutil.rmtree(place, ignore_errors=True)
+    os.replace(temporary, place)
+    if best:
+        link = folder / f".{uuid.uuid4().hex}"
+        link.symlink_to(place.name)
+        os.replace(link, folder / _BEST)
+    kept = {path.name for path in _folders(folder)[-keep:]} | {_best_name(folder)}
+    for old in _folders(folder):
+        if old.name not in kept:
+            shutil.rmtree(old)
+
+
+def latest(folder: Path, plan: str) -> Checkpoint | None:
+    """The newest whole checkpoint of that plan; torn ones are passed over for the one before."""
+    for path in reversed(_folders(folder)):
+        if (checkpoint := _read(path, plan)) is not None:
+            return checkpoint
+    return None
+
+
+def best(folder: Path, plan: str) -> Checkpoint | None:
+    """The checkpoint that validated best, if it is whole."""
+    name = _best_name(folder)
+    return _read(folder / name, plan) if name else None
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a killed job was writing."""
+    for path in folder.glob(".*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _read(path: Path, plan: str) -> Checkpoint | None:
+    try:
+        about = json.loads((path / _ABOUT).read_text())
+        whole = about["plan"] == plan and about["sha256"] == _hash(path / _STATE)
+    except (OSError, ValueError, KeyError):
+        return None
+    return Checkpoint(path, about["next_step"]) if whole else None
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+
+
+def _best_name(folder: Path) -> str | None:
+    link = folder / _BEST
+    return os.readlink(link) if link.is_symlink() else None
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

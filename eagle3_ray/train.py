@@ -1,0 +1,377 @@
+"""Hidden states become a drafter, on Ray Train.
+
+corpus -> who trains and who validates -> the drafter to begin from -> claim the run -> targets, if states are streamed ->
+TorchTrainer over the batch plan -> the best checkpoint becomes RUN/train/drafter, which SGLang and vLLM load. The number
+of the next step is all the progress: after any end, the same command goes on behind the newest whole checkpoint, on any
+number of workers.
+"""
+
+import hashlib
+import json
+import math
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from eagle3_ray import capture, checkpoints, cluster, corpus
+from eagle3_ray.batches import steps
+from eagle3_ray.capturer import StreamCapturer
+from eagle3_ray.config import Config, ConfigError, Train
+from eagle3_ray.corpus import Corpus
+from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.target.files import TargetFiles, resolve
+from eagle3_ray.target.layers import text_config
+from eagle3_ray.trainer import FINISHED, LOG, STOP, TrainSettings, read_log, train_loop
+
+STAGE = "train"
+_SAY_EVERY_S = 5.0
+_NUMBERS = (  # of the train section, all that change the trained drafter
+    "draft_vocab_size",
+    "fc_norm",
+    "norm_output",
+    "epochs",
+    "learning_rate",
+    "warmup_share",
+    "ttt_steps",
+    "one_step_share",
+    "columns_share",
+    "step_decay",
+    "batch_tokens",
+    "step_tokens",
+    "heldout",
+    "seed",
+)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs the stage to its end, or on from the newest checkpoint, and returns its summary.
+
+    Raises:
+        ConfigError, TargetError, RunError: before anything is trained; says what to change.
+    """
+    started = time.monotonic()
+    run_dir = RunDir(config.run.dir)
+    target = resolve(config.target.model, weights=True)
+    with WriterLock(run_dir):
+        sequences = corpus.make(run_dir)
+        capture.check_corpus_is_of(run_dir, target)
+        fingerprint = _fingerprint(run_dir, config, sequences, target)
+        plan = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+        run_dir.check(STAGE, fingerprint)
+        if run_dir.succeeded_with(STAGE, plan) and (summary := run_dir.summary(STAGE)) is not None:
+            print(f"{run_dir.path} is trained; nothing to do", file=sys.stderr)
+            return summary
+        _check_cache(run_dir, config, sequences, target)
+        cluster.connect()
+        cluster.require(*_needs(config))
+        run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        folder = run_dir.stage(STAGE)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.sweep(folder / "checkpoints")
+        (folder / STOP).unlink(missing_ok=True)
+        settings = _settings(run_dir, config, sequences, target, plan)
+        stopped_by = None
+        try:
+            with _Watch(folder, settings):
+                _fit(config.train, settings, run_dir.manifest()[STAGE]["starts"])
+        except (ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
+            stopped_by = explain(_cause(error))
+        except KeyboardInterrupt:
+            stopped_by = "Ctrl-C"
+        if (folder / STOP).exists():
+            stopped_by = "SIGTERM"
+        summary = _summarise(run_dir, settings, target, stopped_by, started)
+        run_dir.write_summary(STAGE, summary)
+        if summary["status"] == "complete":
+            run_dir.succeed(STAGE, plan)
+        return summary
+
+
+def dry_run(config: Config) -> str:
+    """What would be trained on and for how many steps; trains nothing."""
+    run_dir = RunDir(config.run.dir)
+    target = resolve(config.target.model, weights=True)
+    with WriterLock(run_dir):
+        sequences = corpus.make(run_dir)
+    _check_cache(run_dir, config, sequences, target)
+    return _plan_text(config.train, sequences)
+
+
+def _plan_text(train: Train, sequences: Corpus) -> str:
+    heldout = sequences.heldout(train.heldout)
+    rows = np.flatnonzero(~heldout)
+    one_epoch = list(
+        steps(
+            sequences.tokens,
+            rows.tolist(),
+            batch_tokens=train.batch_tokens,
+            step_tokens=train.step_tokens,
+            epochs=1,
+            seed=train.seed,
+        )
+    )
+    answers = int((sequences.tokens - sequences.prompt_tokens)[rows].sum())
+    return (
+        f"train: {len(rows):,} sequences, {int(sequences.tokens[rows].sum()):,} tokens ({answers:,} of answers), "
+        f"{int(heldout.sum()):,} sequences held out; {train.epochs} epochs of {len(one_epoch):,} steps, states by {train.feed}"
+    )
+
+
+def _fit(train: Train, settings: TrainSettings, start: int) -> None:
+    """Runs the workers to the plan's end. SIGTERM lets them save first: the second one ends the job at once."""
+
+    def ask_to_stop(*_: Any) -> None:
+        (settings.folder / STOP).touch()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    TorchTrainer(
+        train_loop,
+        train_loop_config={"settings": settings},
+        scaling_config=ScalingConfig(
+            num_workers=train.workers,
+            use_gpu=train.gpus_per_worker > 0,
+            resources_per_worker=_resources(train),
+        ),
+        run_config=RunConfig(
+            name=f"start-{start}",  # Ray's own record of one start; ours lies beside it
+            storage_path=str(settings.folder / "ray"),
+            failure_config=FailureConfig(max_failures=train.restarts),
+        ),
+    ).fit()
+
+
+def _resources(train: Train) -> dict[str, float]:
+    gpus = {"GPU": float(train.gpus_per_worker)} if train.gpus_per_worker else {}
+    return {"CPU": train.cpus_per_worker, **gpus}
+
+
+def _needs(config: Config) -> list[cluster.Need]:
+    train = config.train
+    needs = [cluster.Need("train", train.workers, train.cpus_per_worker, train.gpus_per_worker)]
+    return needs if train.feed == "cache" else [*needs, capture.need(config.capture)]
+
+
+def _check_cache(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> None:
+    """Raises RunError where training from a cache has none, or one of other data or settings."""
+    if config.train.feed != "cache":
+        return
+    run_dir.check(capture.STAGE, capture.fingerprint_of(run_dir, config.capture, sequences, target))
+    if not run_dir.succeeded_with(capture.STAGE, sequences.key):
+        raise RunError(
+            f"{run_dir.path} has no complete cache of states. Run jobs/capture.py with this run.dir first, or use "
+            "train.feed=stream, which needs none."
+        )
+
+
+def _fingerprint(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> dict[str, Any]:
+    """All that changes the trained drafter. The number of workers and what they run on is left out on purpose."""
+    train = config.train
+    states = capture.fingerprint_of(run_dir, config.capture, sequences, target)
+    if train.feed == "stream":
+        states["capture.storage"] = "stream"
+    start = None
+    if train.drafter is not None:
+        start = hashlib.sha256(b"".join(_file_bytes(Path(train.drafter)))).hexdigest()[:16]
+    return {
+        **states,
+        "train.feed": train.feed,
+        "train.drafter": start,
+        **{f"train.{name}": getattr(train, name) for name in _NUMBERS},
+        "train.dtype": _dtype(train),
+    }
+
+
+def _file_bytes(folder: Path) -> list[bytes]:
+    if not folder.is_dir():
+        raise ConfigError(f"train.drafter={folder} is no folder. Give the folder of a drafter's checkpoint.")
+    return [path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors", ".bin")]
+
+
+def _dtype(train: Train) -> str:
+    return train.dtype or ("bfloat16" if train.gpus_per_worker else "float32")
+
+
+def _settings(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles, plan: str) -> TrainSettings:
+    train, folder = config.train, run_dir.stage(STAGE)
+    heldout = sequences.heldout(train.heldout)
+    train_rows = np.flatnonzero(~heldout).tolist()
+    if not train_rows:
+        raise ConfigError(f"train.heldout={train.heldout} leaves no sequence to train on; lower it.")
+    partitions = sequences.column("partition")
+    by_partition = {
+        str(name): tuple(np.flatnonzero(heldout & (partitions == name)).tolist())
+        for name in np.unique(partitions[heldout])
+    }
+    initial = folder / "initial"
+    if not (initial / "config.json").exists():
+        make_initial(initial, config, sequences, target, train_rows)
+    print(_plan_text(train, sequences), file=sys.stderr)
+    return TrainSettings(
+        corpus=sequences,
+        train_rows=tuple(train_rows),
+        heldout_rows=by_partition,
+        folder=folder,
+        target=target.folder,
+        hidden=int(text_config(target.config)["hidden_size"]),
+        initial=initial,
+        plan=plan,
+        feed=train.feed,
+        cache=run_dir.stage(capture.STAGE) / "shards" if train.feed == "cache" else None,
+        storage=config.capture.storage,
+        targets=_targets(config, sequences, target) if train.feed == "stream" else (),
+        dtype=_dtype(train),
+        gpu=train.gpus_per_worker > 0,
+        threads=max(1, int(train.cpus_per_worker)),
+        **{name: getattr(train, name) for name in _PASSED_ON},
+    )
+
+
+_PASSED_ON = (
+    "strategy",
+    "epochs",
+    "learning_rate",
+    "warmup_share",
+    "ttt_steps",
+    "one_step_share",
+    "columns_share",
+    "step_decay",
+    "batch_tokens",
+    "step_tokens",
+    "validate_every",
+    "checkpoint_every",
+    "patience",
+    "seed",
+)
+
+
+def _targets(config: Config, sequences: Corpus, target: TargetFiles) -> list[Any]:
+    """Actors that capture as training asks; they outlive a worker, so the target is loaded once."""
+    about, what = config.capture, capture.settings_of(config, sequences, target)
+    actor = ray.remote(StreamCapturer).options(
+        num_cpus=about.cpus_per_target, num_gpus=about.gpus_per_target, max_restarts=-1, max_task_retries=-1
+    )
+    targets = [actor.remote(what, number) for number in range(about.targets)]
+    ray.get([target.ready.remote() for target in targets])  # the self-check's error, before anything is trained
+    return targets
+
+
+class _Watch:
+    """Prints how the training goes, from its log, in a thread of the driver."""
+
+    def __init__(self, folder: Path, settings: TrainSettings) -> None:
+        self._path = folder / LOG
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._told = 0
+
+    def __enter__(self) -> "_Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._tell()
+
+    def _run(self) -> None:
+        while not self._end.wait(_SAY_EVERY_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        lines = read_log(self._path)
+        if len(lines) < self._told:  # a resumed training begins its log anew
+            self._told = 0
+        new, self._told = lines[self._told :], len(lines)
+        for line in new:
+            if "validation" in line:
+                print(_validation_text(line), file=sys.stderr)
+        trained = [line for line in new if "loss" in line]
+        if trained:
+            print(_step_text(trained[-1]), file=sys.stderr)
+
+
+def _step_text(line: Mapping[str, Any]) -> str:
+    seconds = (line["of"] - line["step"]) * line["tokens"] / max(1.0, line["tokens_per_second"])
+    accuracies = " ".join(f"{accuracy:.2f}" for accuracy in line["step_accuracies"])
+    return (
+        f"{time.strftime('%H:%M:%S')} step {line['step']}/{line['of']} | loss {line['loss']:.3f} | accuracy by TTT step "
+        f"{accuracies} | {line['tokens_per_second']:,.0f} tokens/s, {line['wait_share']:.0%} waiting | "
+        f"ETA {math.ceil(seconds / 60)} min"
+    )
+
+
+def _validation_text(line: Mapping[str, Any]) -> str:
+    numbers = line["validation"]
+    partitions = ", ".join(f"{name} {value:.2f}" for name, value in numbers["partitions"].items())
+    return (
+        f"{time.strftime('%H:%M:%S')} step {line['step']} | held out: loss {numbers['loss']:.3f}, chain acceptance length "
+        f"{numbers['chain_acceptance_length']:.3f} ({partitions})"
+    )
+
+
+def _summarise(
+    run_dir: RunDir, settings: TrainSettings, target: TargetFiles, stopped_by: str | None, started: float
+) -> dict[str, Any]:
+    """Reads what the workers left, and exports the best drafter where the training is finished."""
+    folder = settings.folder
+    log = read_log(folder / LOG)
+    trained = [line for line in log if "loss" in line]
+    validated = [line["validation"]["chain_acceptance_length"] for line in log if "validation" in line]
+    done = folder / FINISHED
+    finished = done.exists() and json.loads(done.read_text())["plan"] == settings.plan
+    found = checkpoints.best(folder / "checkpoints", settings.plan) or checkpoints.latest(
+        folder / "checkpoints", settings.plan
+    )
+    drafter_dir = None
+    if finished and found is not None:
+        drafter_dir = export_best(folder / "drafter", settings, target, found, run_dir)
+    newest = checkpoints.latest(folder / "checkpoints", settings.plan)
+    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in trained)
+    tokens = sum(line["tokens"] for line in trained)
+    return {
+        "stage": STAGE,
+        "status": "complete" if finished else "stopped" if stopped_by else "incomplete",
+        "steps": newest.next_step if newest else 0,
+        "expected": trained[-1]["of"] if trained else None,
+        "tokens": tokens,
+        "set_aside": sum(line["set_aside"] for line in trained),
+        "loss": trained[-1]["loss"] if trained else None,
+        "chain_acceptance_length": max(validated, default=None),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+        "wait_share": round(sum(line["wait_share"] for line in trained) / len(trained), 4) if trained else None,
+        "drafter_dir": drafter_dir and str(drafter_dir),
+        "launch": drafter_dir and launch_command(target, drafter_dir),
+        "wall_s": round(time.monotonic() - started, 1),
+        "run_dir": str(run_dir.path),
+        "stopped_by": stopped_by,
+        "warnings": [],
+    }
+
+
+def launch_command(target: TargetFiles, drafter: Path) -> str:
+    """How to serve the target with the drafter. EAGLE instead of EAGLE3 would serve, and accept nothing, silently."""
+    return (
+        f"python -m sglang.launch_server --model-path {target.name} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {drafter} --speculative-num-steps 5 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 6"
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the worker that failed first, behind those of Ray and Ray Train."""
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        return root_cause(next(iter(failures.values())))
+    return root_cause(error)

@@ -1,0 +1,439 @@
+"""What every training worker does: takes its batches of each step of the plan, plays TTT, reduces, steps, validates.
+
+The loss of a step is a sum over supervised positions divided by their number in the whole step, which the plan tells.
+So it depends neither on packing nor on the number of workers, and a worker without a batch left adds an empty one.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray.train
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from eagle3_ray import checkpoints
+from eagle3_ray.batches import Batch, Step, pack, steps
+from eagle3_ray.corpus import Corpus
+from eagle3_ray.drafter.model import Eagle3Drafter
+from eagle3_ray.drafter.rollout import Rollout, TargetHead, rollout
+from eagle3_ray.feeds import CacheFeed, Fed, Feed, StreamFeed
+from eagle3_ray.metrics import TrainMetrics
+from eagle3_ray.runs import write_json
+from eagle3_ray.target.parts import load_parts
+from eagle3_ray.trackers import Trackers
+
+VALIDATION_STEPS = 5
+"""Drafted tokens that the validated acceptance length is about: a chain of 5, as it is served by default."""
+
+CLIP_NORM = 0.5
+STOP = ".stop"
+LOG = "steps.jsonl"
+FINISHED = "finished.json"
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """All that a worker needs to know; plain values, since Ray carries them to every worker."""
+
+    corpus: Corpus
+    train_rows: tuple[int, ...]
+    heldout_rows: Mapping[str, tuple[int, ...]]  # by partition
+    folder: Path  # RUN/train
+    target: Path
+    hidden: int
+    initial: Path  # the drafter to begin from, as an exported folder
+    plan: str  # names everything that the steps depend on
+    feed: str
+    cache: Path | None
+    storage: str
+    targets: Sequence[Any]  # capturing actors of the stream
+    dtype: str
+    gpu: bool
+    threads: int
+    strategy: str
+    epochs: int
+    learning_rate: float
+    warmup_share: float
+    ttt_steps: int
+    one_step_share: float
+    columns_share: float
+    step_decay: float
+    batch_tokens: int
+    step_tokens: int
+    validate_every: int
+    checkpoint_every: int
+    patience: int | None
+    seed: int
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    """The function that Ray Train runs on every worker."""
+    worker = Worker(config["settings"])
+    try:
+        worker.run()
+    finally:
+        worker.close()
+
+
+class _Play(torch.nn.Module):
+    """The drafter and one rollout of it as a module, which is what DDP and FSDP wrap."""
+
+    def __init__(self, drafter: Eagle3Drafter, head: TargetHead, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self._rollout = partial(rollout, drafter, head=head, compute_dtype=dtype)
+
+    def forward(self, batch: Any, **how: Any) -> Rollout:
+        return self._rollout(batch=batch, **how)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one worker does in one round of a step. `weight` is 0 where there is no batch left for it."""
+
+    step: Step
+    batch: Batch
+    number: int  # of the batch in the step
+    weight: float
+    last: bool
+
+
+class Worker:
+    """One worker's model, optimiser and place in the plan."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self._settings = settings
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if settings.gpu else torch.device("cpu")
+        if not settings.gpu:
+            torch.set_num_threads(settings.threads)
+        corpus = settings.corpus
+        self._plan = list(
+            steps(
+                corpus.tokens,
+                settings.train_rows,
+                batch_tokens=settings.batch_tokens,
+                step_tokens=settings.step_tokens,
+                epochs=settings.epochs,
+                seed=settings.seed,
+            )
+        )
+        self._feed: Feed = (
+            CacheFeed(corpus, cast(Path, settings.cache), settings.hidden, settings.storage)
+            if settings.feed == "cache"
+            else StreamFeed(corpus, settings.targets, self._rank)
+        )
+        self._checkpoints = settings.folder / "checkpoints"
+        found = checkpoints.latest(self._checkpoints, settings.plan)
+        self._model = self._build()
+        self._optimiser = torch.optim.AdamW(self._model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+        self._first = 0
+        self._best = 0.0
+        self._unimproved = 0
+        if found is not None:
+            self._restore(found)
+        self._metrics = TrainMetrics()
+        self._log = _Log(settings, self._first) if self._rank == 0 else None
+
+    def run(self) -> None:
+        """Trains to the plan's end, to a lasting lack of improvement, or until the driver asks to stop."""
+        mine = self._pieces(self._first)
+        totals = _Totals(self._settings.ttt_steps)
+        feed = self._feed.batches(piece.batch for piece in self._pieces(self._first))
+        asked = time.monotonic()
+        for piece, fed in zip(mine, feed, strict=True):
+            waited = time.monotonic() - asked
+            if self._asked_to_stop():
+                self._optimiser.zero_grad()
+                self._save(piece.step.number, best=False)
+                return
+            totals.add(self._play(piece, fed), fed, waited, piece.weight)
+            if piece.last:
+                done = piece.step.number + 1
+                self._step(piece.step, totals)
+                totals = _Totals(self._settings.ttt_steps)
+                if self._after_step(done):
+                    self._finish(done)
+                    return
+            asked = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the curves."""
+        if self._log is not None:
+            self._log.close()
+
+    # ---- one step
+
+    def _play(self, piece: _Piece, fed: Fed) -> Rollout:
+        """Forward and backward of one batch; gradients add up until the step's last batch."""
+        settings = self._settings
+        alone = piece.step.number < settings.one_step_share * len(self._plan)
+        with self._sync(piece.last):
+            played: Rollout = self._model(
+                fed.batch.to(self._device),
+                ttt_steps=1 if alone else settings.ttt_steps,
+                step_decay=settings.step_decay,
+                columns_share=settings.columns_share,
+                generator=self._draw(piece),
+            )
+            share = piece.weight * self._world / self._supervised(piece.step)  # DDP and FSDP average over workers
+            (played.loss * share).backward()
+        return played
+
+    def _step(self, step: Step, totals: "_Totals") -> None:
+        rate = _rate(step.number, len(self._plan), self._settings.warmup_share) * self._settings.learning_rate
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not math.isfinite(float(norm)):
+            raise FloatingPointError(
+                f"The gradient of step {step.number} is {float(norm)}. Lower train.learning_rate, or look at the data."
+            )
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        numbers = totals.reduced(self._device, self._supervised(step), self._world)
+        numbers |= {"learning_rate": rate, "gradient_norm": float(norm)}
+        self._metrics.stepped(numbers)
+        if self._log is not None:
+            self._log.step(step, len(self._plan), numbers)
+
+    def _after_step(self, done: int) -> bool:
+        """Validates and saves where it is due; True ends the training."""
+        settings, end = self._settings, done == len(self._plan)
+        validated = improved = False
+        if settings.heldout_rows and (end or done % settings.validate_every == 0):
+            validated = True
+            numbers = self._validate()
+            improved = numbers["chain_acceptance_length"] > self._best
+            self._best = max(self._best, numbers["chain_acceptance_length"])
+            self._unimproved = 0 if improved else self._unimproved + 1
+            if self._log is not None:
+                self._log.validation(done, numbers)
+            ray.train.report({"step": done, **{k: v for k, v in numbers.items() if k != "partitions"}})
+        stop = settings.patience is not None and self._unimproved >= settings.patience
+        if end or stop or validated or done % settings.checkpoint_every == 0:
+            self._save(done, best=improved or (end and not settings.heldout_rows))
+        return end or stop
+
+    def _finish(self, done: int) -> None:
+        if self._rank == 0:
+            write_json(self._settings.folder / FINISHED, {"plan": self._settings.plan, "step": done})
+
+    def _validate(self) -> dict[str, Any]:
+        """Loss and chain acceptance length of the held-out sequences, by partition and in all."""
+        self._model.eval()
+        total = np.zeros(4)
+        partitions = {}
+        for partition, rows in sorted(self._settings.heldout_rows.items()):
+            batches = pack(self._settings.corpus.tokens, rows, self._settings.batch_tokens, (0,))
+            rounds = math.ceil(len(batches) / self._world)
+            mine = [batches[min(r * self._world + self._rank, len(batches) - 1)] for r in range(rounds)]
+            sums = np.zeros(4)
+            for r, fed in enumerate(self._feed.batches(mine)):
+                with torch.no_grad():
+                    played = self._model(fed.batch.to(self._device), ttt_steps=VALIDATION_STEPS, columns_share=1.0)
+                if r * self._world + self._rank < len(batches):
+                    sums += [
+                        float(played.step_loss_sums[0]),
+                        float(played.step_counts[0]),
+                        float(played.chain_accepted),
+                        float(played.chain_starts),
+                    ]
+            sums = _summed(sums, self._device)
+            total += sums
+            partitions[partition] = _acceptance(sums)
+        self._model.train()
+        return {
+            "loss": total[0] / max(1.0, total[1]),
+            "chain_acceptance_length": _acceptance(total),
+            "partitions": partitions,
+        }
+
+    # ---- plan and place
+
+    def _pieces(self, first: int) -> Iterator[_Piece]:
+        for step in self._plan[first:]:
+            rounds = math.ceil(len(step.batches) / self._world)
+            for r in range(rounds):
+                number = r * self._world + self._rank
+                some = number < len(step.batches)
+                yield _Piece(step, step.batches[number if some else 0], number, float(some), r == rounds - 1)
+
+    def _supervised(self, step: Step) -> int:
+        """Answer tokens of the step that a drafter can be asked for: all but the first two of a sequence."""
+        corpus = self._settings.corpus
+        rows = np.fromiter((row for batch in step.batches for row in batch.rows), np.int64)
+        labels = corpus.tokens[rows] - np.maximum(corpus.prompt_tokens[rows], 2)
+        return max(1, int(labels.clip(0).sum()))
+
+    def _draw(self, piece: _Piece) -> torch.Generator:
+        """Randomness that depends on the place in the plan only."""
+        seeds = np.random.SeedSequence([self._settings.seed, piece.step.number, piece.number])
+        return torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
+
+    def _asked_to_stop(self) -> bool:
+        asked = float((self._settings.folder / STOP).exists())
+        if self._world == 1:
+            return asked > 0
+        flag = torch.tensor([asked], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item() > 0)
+
+    # ---- model and checkpoints
+
+    def _build(self) -> torch.nn.Module:
+        settings = self._settings
+        parts = load_parts(settings.target, torch.float32)
+        drafter = _first_drafter(settings, self._feed, self._plan[0].batches[0])
+        compute = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        head = TargetHead(parts.embed_tokens.to(self._device, compute), parts.lm_head.to(self._device, compute))
+        play = _Play(drafter.to(self._device), head, compute)
+        if self._world == 1:
+            return play
+        if settings.strategy == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            return fully_shard(play)
+        return DistributedDataParallel(play)
+
+    def _sync(self, last: bool) -> Any:
+        """Gradients travel between workers with the last batch of a step."""
+        if isinstance(self._model, DistributedDataParallel):
+            return nullcontext() if last else self._model.no_sync()
+        if hasattr(self._model, "set_requires_gradient_sync"):
+            self._model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def _save(self, next_step: int, best: bool) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = {
+            "model": get_model_state_dict(self._model, options=options),
+            "optimiser": get_optimizer_state_dict(self._model, self._optimiser, options=options),
+            "best": self._best,
+            "unimproved": self._unimproved,
+        }
+        if self._rank == 0:
+            checkpoints.save(self._checkpoints, next_step, self._settings.plan, state, best)
+        if self._world > 1:
+            dist.barrier()
+
+    def _restore(self, found: checkpoints.Checkpoint) -> None:
+        options = StateDictOptions(full_state_dict=True)
+        state = found.load()
+        set_model_state_dict(self._model, state["model"], options=options)
+        set_optimizer_state_dict(self._model, self._optimiser, state["optimiser"], options=options)
+        self._first, self._best, self._unimproved = found.next_step, state["best"], state["unimproved"]
+
+
+class _Totals:
+    """Sums over the batches of a step."""
+
+    def __init__(self, ttt_steps: int) -> None:
+        self._ttt_steps = ttt_steps
+        self._sums = np.zeros((3, ttt_steps))
+        self._loss = 0.0
+        self._tokens = self._set_aside = 0
+        self._waited = 0.0
+        self._started = time.monotonic()
+
+    def add(self, played: Rollout, fed: Fed, waited: float, weight: float) -> None:
+        self._waited += waited
+        if weight == 0:
+            return
+        for sums, values in zip(
+            self._sums, (played.step_loss_sums, played.step_correct, played.step_counts), strict=True
+        ):
+            sums[: len(values)] += values.detach().double().cpu().numpy()
+        self._loss += float(played.loss.detach())
+        self._tokens += len(fed.batch.input_ids)
+        self._set_aside += fed.set_aside
+
+    def reduced(self, device: torch.device, supervised: int, world: int) -> dict[str, Any]:
+        """The step's numbers over all workers."""
+        seconds = time.monotonic() - self._started
+        own = np.concatenate([self._sums.ravel(), [self._loss, self._tokens, self._set_aside, self._waited]])
+        summed = _summed(own, device)
+        losses, correct, counts = summed[:-4].reshape(3, self._ttt_steps)
+        played = counts > 0
+        return {
+            "loss": summed[-4] / supervised,
+            "step_losses": (losses[played] / counts[played]).tolist(),
+            "step_accuracies": (correct[played] / counts[played]).tolist(),
+            "tokens": int(summed[-3]),
+            "set_aside": int(summed[-2]),
+            "tokens_per_second": summed[-3] / seconds,
+            "wait_share": min(1.0, summed[-1] / world / seconds),
+        }
+
+
+class _Log:
+    """RUN/train/steps.jsonl, a line a step and a line a validation, and the trackers. Written by one worker."""
+
+    def __init__(self, settings: TrainSettings, first: int) -> None:
+        path = settings.folder / LOG
+        kept = [line for line in read_log(path) if line["step"] <= first]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
+        self._file = path.open("a", buffering=1)
+        self._trackers = Trackers(settings.folder, settings.folder.parent.name, {"plan": settings.plan}, first)
+
+    def step(self, step: Step, total: int, numbers: Mapping[str, Any]) -> None:
+        done = step.number + 1
+        line = {"step": done, "of": total, "epoch": step.epoch, "time": time.time(), **numbers}
+        self._file.write(json.dumps(line) + "\n")
+        self._trackers.log(done, {f"train/{k}": v for k, v in numbers.items() if not isinstance(v, list)})
+
+    def validation(self, done: int, numbers: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"step": done, "time": time.time(), "validation": numbers}) + "\n")
+        flat = {f"validation/{k}": v for k, v in numbers.items() if k != "partitions"}
+        flat |= {f"validation/{name}": value for name, value in numbers["partitions"].items()}
+        self._trackers.log(done, flat)
+
+    def close(self) -> None:
+        self._file.close()
+        self._trackers.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a training log; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _rate(step: int, total: int, warmup_share: float) -> float:
+    """Linear warm-up, then a cosine to zero: the factor of the learning rate at `step`."""
+    warmup = max(1, round(warmup_share * total))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+def _acceptance(sums: np.ndarray[Any, Any]) -> float:
+    """Tokens a target forward gives: the drafts that are right from the start on, and the target's own."""
+    return float(1.0 + sums[2] / max(1.0, sums[3]))
+
+
+def _summed(values: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
+    if dist.get_world_size() == 1:
+        return values
+    tensor = torch.from_numpy(values).to(device)
+    dist.all_reduce(tensor)
+    return tensor.cpu().numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,105 @@
+"""The corpus holds every generated sequence once, exactly, and says which it could not take."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle3_ray import corpus
+from eagle3_ray.runs import RunError
+from tests.runs import make_run, sequence
+
+ROWS = [
+    sequence(f"q{i}", range(i % 5 + 2), range(100, 103 + i % 7), [-0.1 * k for k in range(3 + i % 7)], f"part{i % 2}")
+    for i in range(50)
+]
+
+
+def test_every_sequence_is_there_with_its_ids_boundary_and_logprobs(tmp_path: Path) -> None:
+    made = corpus.make(make_run(tmp_path / "run", ROWS))
+    assert len(made) == 50
+    by_id = {row["sequence_id"]: row for row in ROWS}
+    for i in range(50):
+        row = by_id.pop(made.sequence_id(i))
+        assert made.ids(i).tolist() == row["prompt_ids"] + row["output_ids"]
+        assert made.prompt_tokens[i] == len(row["prompt_ids"])
+        assert made.tokens[i] == len(row["prompt_ids"]) + len(row["output_ids"])
+        assert made.logprobs(i) == pytest.approx(row["output_logprobs"], abs=1e-6)
+        assert made.token_sha(i) == row["token_sha"]
+    assert not by_id
+
+
+def test_equal_rows_in_other_files_give_an_equal_order(tmp_path: Path) -> None:
+    one = corpus.make(make_run(tmp_path / "a", ROWS))
+    two = corpus.make(make_run(tmp_path / "b", ROWS[::-1]))
+    assert [one.sequence_id(i) for i in range(50)] == [two.sequence_id(i) for i in range(50)]
+
+
+def test_a_row_whose_ids_were_changed_is_left_out_and_named(tmp_path: Path) -> None:
+    rows = [dict(row) for row in ROWS]
+    rows[7]["output_ids"] = [*rows[7]["output_ids"][:-1], 55]
+    made = corpus.make(make_run(tmp_path / "run", rows))
+    assert len(made) == 49
+    assert corpus.damaged(made) == [rows[7]["sequence_id"]]
+
+
+def test_a_changed_byte_of_the_corpus_is_found_when_its_sequence_is_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    folder = corpus.make(run).folder
+    ids = bytearray((folder / "ids.bin").read_bytes())
+    ids[0] ^= 1
+    (folder / "ids.bin").write_bytes(ids)
+    made = corpus.make(run)
+    with pytest.raises(RunError, match="Delete the folder"):
+        made.ids(0)
+    assert len(made.ids(1))
+
+
+def test_an_answer_without_logprobs_has_none(tmp_path: Path) -> None:
+    made = corpus.make(make_run(tmp_path / "run", [sequence("q", [1, 2], [3, 4])]))
+    assert made.logprobs(0) is None
+
+
+def test_a_corpus_is_made_again_for_other_rows_and_kept_for_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    first = corpus.make(run)
+    written = (first.folder / "ids.bin").stat().st_mtime_ns
+    assert corpus.make(run).key == first.key
+    assert (first.folder / "ids.bin").stat().st_mtime_ns == written
+    (run.stage("generate") / "rows" / "sequences" / "1.parquet").unlink()
+    again = corpus.make(run)
+    assert again.key != first.key
+    assert len(again) == 25
+
+
+def test_an_incomplete_generate_stage_gives_no_corpus(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    (run.stage("generate") / "_SUCCESS").unlink()
+    with pytest.raises(RunError, match=r"jobs/generate\.py"):
+        corpus.make(run)
+
+
+def test_held_out_prompts_take_all_their_samples_along(tmp_path: Path) -> None:
+    rows = [sequence(f"q{i}", [1, 2], [3, i], sample_index=k) for i in range(400) for k in range(2)]
+    made = corpus.make(make_run(tmp_path / "run", rows))
+    heldout = made.heldout(0.1)
+    names = {row["sequence_id"]: row["prompt_id"] for row in rows}
+    sides: dict[str, set[bool]] = {}
+    for i in range(len(made)):
+        sides.setdefault(names[made.sequence_id(i)], set()).add(bool(heldout[i]))
+    assert all(len(side) == 1 for side in sides.values())
+    assert 0.06 < heldout.mean() < 0.15  # 40 of 400 prompts, give or take three standard deviations
+
+
+def test_answer_tokens_are_counted_and_prompts_are_not(tmp_path: Path) -> None:
+    made = corpus.make(make_run(tmp_path / "run", [sequence("a", [1, 2], [3, 3]), sequence("b", [3], [4])]))
+    assert made.answer_counts([0, 1], 6).tolist() == [0, 0, 0, 2, 1, 0]
+
+
+def test_a_corpus_travels_to_an_actor_as_its_folder(tmp_path: Path) -> None:
+    made = corpus.make(make_run(tmp_path / "run", ROWS))
+    assert made.ids(3) is not None
+    there = pickle.loads(pickle.dumps(made))
+    assert np.array_equal(there.ids(3), made.ids(3))
+    assert len(pickle.dumps(made)) < 1000

@@ -1,3 +1,4 @@
+# mypy: allow-subclassing-any, allow-untyped-decorators
 """Multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434) over cat(embed, hidden), as SGLang's
 `Eagle3DeepseekV2ForCausalLM` has it: queries and keys-values each pass a narrow latent with a norm of its own; one
 rotary key is shared by all heads.

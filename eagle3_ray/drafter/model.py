@@ -1,3 +1,4 @@
+# mypy: allow-subclassing-any, allow-untyped-decorators
 """The EAGLE-3 drafter as SGLang 0.5.23 serves it; its parameters carry the names of the exported checkpoint.
 
     fused = fc(aux * aux_scale)                          # [T, 3H] -> [T, H], step 0's state

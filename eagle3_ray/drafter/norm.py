@@ -1,3 +1,4 @@
+# mypy: allow-subclassing-any, allow-untyped-decorators
 """RMSNorm, computed in float32 whatever the dtype of its input."""
 
 from typing import cast

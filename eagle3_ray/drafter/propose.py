@@ -1,3 +1,4 @@
+# mypy: allow-subclassing-any, allow-untyped-decorators
 """Drafting one chain as SGLang does, in plain steps: the reference for evaluation, and for the fast rollout's tests.
 
 It computes every column of the context again for each chain; nothing here is made for speed.

@@ -1,7 +1,12 @@
-"""Ties the life of a process tree to the process that started it."""
+"""Ties the life of a process tree to the process that started it.
+
+`python parent_watch.py COMMAND` does so for a command that knows nothing of it.
+"""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -25,3 +30,8 @@ def die_with_parent(poll_s: float = 0.5) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.exit(subprocess.call(sys.argv[1:]))

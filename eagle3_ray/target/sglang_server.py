@@ -1,0 +1,86 @@
+"""How a capturing SGLang server is started: its arguments, the plugin where it can see it, and its end with ours."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.sglang import capture_plugin
+from eagle3_ray.sglang_cpu import Server
+from eagle3_ray.sglang_cpu.processes import HOST, ServerProcess, free_port
+from eagle3_ray.target.layers import sglang_layer_ids
+
+SHARED_MEMORY = Path("/dev/shm/eagle3_ray")
+_PARENT_WATCH = Path(capture_plugin.__file__).parents[1] / "sglang_cpu" / "in_venv" / "parent_watch.py"
+
+
+def capture_arguments(config: Mapping[str, Any], layers: Sequence[int]) -> list[str]:
+    """The flags of sglang 0.5.23 that make every prompt token's states come out, each prompt in one piece.
+
+    `--speculative-algorithm` only names the convention here: nothing is speculated (sglang: exec_.py).
+    """
+    return [
+        "--enable-return-aux-hidden-states",
+        *("--speculative-algorithm", "EAGLE3"),
+        *("--return-aux-hidden-state-layer-ids", *map(str, sglang_layer_ids(dict(config), layers))),
+        *("--chunked-prefill-size", "-1"),
+        "--disable-radix-cache",
+    ]
+
+
+def plugin_environment(folder: Path, shared_memory: Path, most_bytes: int) -> dict[str, str]:
+    """Environment with which an SGLang finds the plugin; writes a package of nothing but the plugin into `folder`.
+
+    SGLang lives in an environment of its own, and ours on its path would put our packages before its own.
+    """
+    package = Path(capture_plugin.__file__).parents[1]
+    for name in ("__init__.py", "sglang/__init__.py", "sglang/capture_plugin.py"):
+        copy = folder / "eagle3_ray" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((package / name).read_bytes())
+    metadata = folder / f"eagle3_ray-{version('eagle3_ray')}.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eagle3_ray\nVersion: {version('eagle3_ray')}\n")
+    (metadata / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\neagle3_capture = eagle3_ray.sglang.capture_plugin:register\n"
+    )
+    return {
+        "PYTHONPATH": str(folder),
+        capture_plugin.CAPTURE_DIR: str(shared_memory),
+        capture_plugin.CAPTURE_BYTES: str(most_bytes),
+    }
+
+
+def cpu_server(
+    model: Path, config: Mapping[str, Any], layers: Sequence[int], args: Sequence[str], env: Mapping[str, str]
+) -> ServerProcess:
+    """A capturing server of the CPU environment, not started yet."""
+    return Server(model, args=[*capture_arguments(config, layers), *args], env=env)
+
+
+def gpu_server(
+    command: Sequence[str],
+    model: Path,
+    config: Mapping[str, Any],
+    layers: Sequence[int],
+    dtype: str,
+    env: Mapping[str, str],
+    log: Path,
+    startup_timeout_s: float,
+) -> ServerProcess:
+    """A capturing server, not started yet, from `command`: `python -m sglang.launch_server --tp-size 8`, say.
+
+    It ends with this process, however this process ends.
+    """
+    port = free_port()
+    options = ["--model-path", str(model), "--dtype", dtype, "--host", HOST, "--port", str(port)]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return ServerProcess(
+        [sys.executable, _PARENT_WATCH, *command, *options, *capture_arguments(config, layers)],
+        port=port,
+        env=inherited | {"EAGLE3_RAY_SERVER_PARENT": str(os.getpid())} | dict(env),
+        log=log,
+        startup_timeout_s=startup_timeout_s,
+    )

@@ -10,7 +10,7 @@ if the states are the target's and the answer is its greedy one.
 differ because decoding does not begin a chain inside another one that was right.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,19 +74,32 @@ def matched_drafts(
     Raises:
         ValueError: the rows are not those of the tokens.
     """
+    with torch.inference_mode():
+        columns, blocks = _prepare(drafter, embed_tokens, aux_hidden, input_ids, first)
+        return [int(n) for block in blocks for n in columns.matched(block, steps)]
+
+
+def first_drafts(
+    drafter: Eagle3Drafter, embed_tokens: Tensor, aux_hidden: Tensor, input_ids: Tensor, first: int
+) -> list[int]:
+    """The first draft of each chain of `matched_drafts`, as an index into the draft vocabulary."""
+    with torch.inference_mode():
+        columns, blocks = _prepare(drafter, embed_tokens, aux_hidden, input_ids, first)
+        return [int(n) for block in blocks for n in next(columns.drafts(block, 1))]
+
+
+def _prepare(
+    drafter: Eagle3Drafter, embed_tokens: Tensor, aux_hidden: Tensor, input_ids: Tensor, first: int
+) -> tuple["_Columns", list[Tensor]]:
+    """The columns, and blocks of those whose chains count: column p is the chain behind token p + 1."""
     tokens = input_ids.shape[0]
     if aux_hidden.shape[0] != tokens:
         raise ValueError(f"aux_hidden has {aux_hidden.shape[0]} rows for {tokens} tokens: it must have one for each.")
     if first < 1:
         raise ValueError(f"first={first}: the first drafted chain needs at least one token before the answer.")
-    with torch.inference_mode():
-        dtype, device = drafter.fc.weight.dtype, drafter.fc.weight.device
-        columns = _Columns(drafter, embed_tokens, aux_hidden[:-1].to(device, dtype), input_ids.to(device))
-        matches = [
-            columns.matched(torch.arange(at, min(at + _QUERIES, tokens - 2), device=device), steps)
-            for at in range(first - 1, tokens - 2, _QUERIES)
-        ]
-    return [int(n) for part in matches for n in part]
+    dtype, device = drafter.fc.weight.dtype, drafter.fc.weight.device
+    columns = _Columns(drafter, embed_tokens, aux_hidden[:-1].to(device, dtype), input_ids.to(device))
+    return columns, list(torch.arange(first - 1, max(first - 1, tokens - 2), device=device).split(_QUERIES))
 
 
 class _Columns:
@@ -109,13 +122,11 @@ class _Columns:
         embedded = self._embed_tokens[ids.to(self._embed_tokens.device)].to(states)
         return torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(states)), dim=-1)
 
-    def matched(self, columns: Tensor, steps: int) -> Tensor:
-        """Leading matches of the chains of these columns, int64 [Q]."""
+    def drafts(self, columns: Tensor, steps: int) -> Iterator[Tensor]:
+        """The drafts of each step, as indices into the draft vocabulary [Q], for the chains of these columns."""
         drafter, attention = self._drafter, self._drafter.midlayer.self_attn
         states = self._states[columns]
         later = self._positions[None] > columns[:, None]  # [Q, C]
-        right = torch.ones(len(columns), dtype=torch.bool, device=columns.device)
-        matches = torch.zeros(len(columns), dtype=torch.int64, device=columns.device)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         for step in range(steps):
@@ -134,11 +145,18 @@ class _Columns:
                 attended = attended + weights[..., at].T[..., None] * v.float()
             states = drafter.midlayer.after_attention(states, attended.to(states))
             normed = drafter.norm(states)
-            drafts = drafter.target_ids()[drafter.lm_head(normed).argmax(-1)]
-            label = columns + 2 + step
-            inside = label < len(self._ids)
-            right &= inside & (drafts == self._ids[label.clamp(max=len(self._ids) - 1)])
-            matches += right
+            yield drafter.lm_head(normed).argmax(-1)
             if drafter.config.norm_output:
                 states = normed
+
+    def matched(self, columns: Tensor, steps: int) -> Tensor:
+        """Leading matches of the chains of these columns, int64 [Q]."""
+        target_ids = self._drafter.target_ids()
+        right = torch.ones(len(columns), dtype=torch.bool, device=columns.device)
+        matches = torch.zeros(len(columns), dtype=torch.int64, device=columns.device)
+        for step, drafts in enumerate(self.drafts(columns, steps)):
+            label = columns + 2 + step
+            known = self._ids[label.clamp(max=len(self._ids) - 1)]
+            right &= (label < len(self._ids)) & (target_ids[drafts] == known)
+            matches += right
         return matches

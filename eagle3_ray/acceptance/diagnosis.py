@@ -1,0 +1,121 @@
+"""Why is the served acceptance length 1.0, or far below training's? Names a cause instead of leaving a number.
+
+Three questions, each only asked where the one before it found nothing: does the server speculate as it should (what it
+says of itself), is the exported folder in order (`folder.py`), and does the drafter work on this target's own states?
+The last one is answered by replaying answers, first as the folder says and then with one thing changed at a time:
+the order of the layers, a flag, the vocabulary map, RoPE, neighbouring layers. What lifts acceptance sharply is named.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.acceptance.changes import Change, Evidence, Recorded, changes
+from eagle3_ray.acceptance.engine import EngineInfo
+from eagle3_ray.acceptance.folder import Finding, inspect_folder, read_config, read_tensors
+from eagle3_ray.acceptance.replay import replay
+from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.drafter.model import Eagle3Drafter
+
+FAR_BELOW = 0.8
+"""A served acceptance length under this share of the expected one is diagnosed."""
+_SHARPLY = 1.25  # a change has to multiply the accepted drafts by this much to be named,
+_AT_LEAST = 0.05  # and to add this much to the acceptance length
+_WORKS = 1.15  # without a training figure: a drafter that accepts less than this has learned nothing of this target
+
+
+def is_suspicious(served: float | None, expected: float | None) -> bool:
+    """Whether an acceptance length asks for a diagnosis: none at all, exactly 1.0, or far below `expected`."""
+    return served is None or served == 1.0 or (expected is not None and served < FAR_BELOW * expected)
+
+
+def check_engine(info: EngineInfo, drafter: Path, steps: int) -> list[Finding]:
+    """What the server says of itself, held against what it was to do."""
+    if info.algorithm != "EAGLE3":
+        runs = f"runs --speculative-algorithm {info.algorithm}" if info.algorithm else "decodes without a drafter"
+        said = f"The server {runs}; an EAGLE-3 drafter is accepted there without a warning, its drafts are not."
+        return [Finding("algorithm", said, "Start it with --speculative-algorithm EAGLE3.")]
+    findings = []
+    if info.draft_model is not None and Path(info.draft_model).name != drafter.name:
+        findings.append(
+            Finding("other drafter", f"The server serves {info.draft_model}, not {drafter}.", "Serve this one.")
+        )
+    if (info.steps, info.topk) != (steps, 1):
+        findings.append(
+            Finding(
+                "other chain",
+                f"The server drafts {info.steps} steps with top-k {info.topk}, the figure is for a chain of {steps}.",
+                f"Start it with --speculative-num-steps {steps} --speculative-eagle-topk 1.",
+            )
+        )
+    return findings
+
+
+def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expected: float | None) -> list[Finding]:
+    """Names what is wrong with the drafter or its place: from its files, else by replay.
+
+    Args:
+        served: the acceptance length in the engine, None where nothing was served (replay is judged alone).
+        expected: training's figure for the same kind of prompts, None where it is not known.
+
+    Raises:
+        ValueError: `folder` holds no drafter.
+    """
+    if findings := inspect_folder(folder, evidence.target_config):
+        return findings
+    drafter = load_for_replay(folder, evidence.target_config)
+    if findings := _named(evidence, drafter):
+        return findings
+    base = _accepts(drafter, evidence, evidence.recorded)
+    if base < (_WORKS if expected is None else FAR_BELOW * expected):
+        return [
+            Finding(
+                "other target",
+                f"On this target's own states the drafter accepts {base:.2f} tokens a step"
+                + (f", training said {expected:.2f}" if expected is not None else "")
+                + ", and no other reading of its files helps: it was trained on another target (or its answers), or "
+                "not at all.",
+                "Compare target.weights in the model card with the served model; train on this one.",
+            )
+        ]
+    if served is not None and served < FAR_BELOW * base:
+        return [
+            Finding(
+                "serving",
+                f"The drafter accepts {base:.2f} tokens a step when replayed on this target's states, {served:.2f} in "
+                "the engine: the engine computes other states or another drafter.",
+                "Compare its model path, dtype, quantisation and version with those of the capture.",
+            )
+        ]
+    return []
+
+
+def load_for_replay(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafter:
+    """The drafter of a folder that `inspect_folder` found in order, in float32."""
+    target = {**target_config, "vocab_size": 1 << 20}  # FIXME from_json
+    drafter = Eagle3Drafter(DrafterConfig.from_json(read_config(folder), target))
+    own = drafter.state_dict()
+    drafter.load_state_dict({**own, **{name: t for name, t in read_tensors(folder).items() if name in own}})
+    drafter.float().eval()
+    return drafter
+
+
+def _accepts(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> float:
+    return replay(drafter, evidence.embed_tokens, recorded, evidence.steps).walked.length or 1.0
+
+
+def _named(evidence: Evidence, drafter: Eagle3Drafter) -> list[Finding]:
+    """The change that helps most, if it helps sharply."""
+    whole = _accepts(drafter, evidence, evidence.recorded)
+    best: tuple[float, float, Change] | None = None
+    for change in changes(drafter, evidence):
+        judged_by = change.judged_by
+        base = whole if judged_by is evidence.recorded else _accepts(drafter, evidence, judged_by)
+        lifted = _accepts(change.drafter, evidence, change.recorded)
+        if lifted - 1 >= max(_SHARPLY * (base - 1), base - 1 + _AT_LEAST) and (best is None or lifted > best[1]):
+            best = base, lifted, change
+    if best is None:
+        return []
+    base, lifted, change = best
+    said = f"{change.what} lifts the replayed acceptance length from {base:.2f} to {lifted:.2f}."
+    return [Finding(change.cause, said, change.remedy)]

@@ -1,0 +1,80 @@
+"""From a served figure that cannot be believed to named causes: gathers the evidence that `diagnosis.py` judges."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eagle3_ray.acceptance.changes import Evidence, Recorded
+from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious
+from eagle3_ray.acceptance.engine import EngineInfo, Served
+from eagle3_ray.acceptance.folder import Finding, inspect_folder, read_config
+from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.target.files import TargetFiles
+from eagle3_ray.target.layers import text_config
+from eagle3_ray.target.parts import load_parts
+from eagle3_ray.target.protocol import TokenSequence
+from eagle3_ray.target.transformers_backend import TransformersTarget
+
+_ANSWERS = 24  # that are replayed
+_SHORTEST = 8  # tokens; shorter answers say little
+
+
+def examine(
+    info: EngineInfo,
+    drafter: Path,
+    served: float | None,
+    expected: float | None,
+    target: TargetFiles,
+    answers: Sequence[Served],
+    steps: int,
+) -> list[Finding]:
+    """Why the served acceptance length is what it is; empty where nothing is wrong with it.
+
+    What the server says of itself and what the folder's files say is always looked at. Only a suspicious figure is
+    followed up by a replay of the plain engine's `answers`, for which the target's weights have to be on this machine.
+    """
+    findings = check_engine(info, drafter, steps)
+    if findings or not drafter.is_dir():
+        return findings
+    findings = inspect_folder(drafter, target.config)
+    if findings or not is_suspicious(served, expected):
+        return findings
+    if not any(target.folder.glob("*.safetensors")):
+        said = f"The acceptance length is {served}, and the target's weights are not in {target.folder} to replay on."
+        return [Finding("unknown", said, "Run this where the target's weights are.")]
+    sequences = _sequences(answers)
+    if not sequences:
+        return [Finding("unknown", "No answer is long enough to replay.", "Evaluate on prompts with longer answers.")]
+    layers = DrafterConfig.from_json(read_config(drafter), target.config).aux_layers
+    evidence = Evidence(
+        target_config=text_config(target.config),
+        embed_tokens=load_parts(target.folder, torch.float32).embed_tokens,
+        recorded=_record(target.folder, sequences, layers),
+        at_layers=lambda others: _record(target.folder, sequences, others),
+        steps=steps,
+    )
+    return diagnose_folder(drafter, evidence, served, expected)
+
+
+def _sequences(answers: Sequence[Served]) -> list[TokenSequence]:
+    """Answers from all over the prompt set."""
+    long = [one for one in answers if len(one.output_ids) >= _SHORTEST]
+    chosen = long[:: max(1, len(long) // _ANSWERS)][:_ANSWERS]
+    return [
+        TokenSequence(
+            one.prompt.name,
+            np.array([*one.prompt.prompt_ids, *one.output_ids], dtype=np.int32),
+            len(one.prompt.prompt_ids),
+        )
+        for one in chosen
+    ]
+
+
+def _record(folder: Path, sequences: Sequence[TokenSequence], layers: tuple[int, ...]) -> Recorded:
+    target = TransformersTarget(folder, layers, "float32")
+    try:
+        return list(zip(sequences, target.capture(sequences), strict=True))
+    finally:
+        target.close()

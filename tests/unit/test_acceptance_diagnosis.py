@@ -1,0 +1,263 @@
+"""Each way to break a drafter that works is named by its cause. The drafter is trained here, on a small target."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle3_ray.acceptance.changes import Evidence, Recorded
+from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious, load_for_replay
+from eagle3_ray.acceptance.engine import EngineInfo
+from eagle3_ray.acceptance.folder import inspect_folder
+from eagle3_ray.acceptance.replay import replay
+from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.drafter.model import Eagle3Drafter
+from eagle3_ray.drafter.packed import PackedBatch
+from eagle3_ray.drafter.rollout import TargetHead, rollout
+from eagle3_ray.target.protocol import States, TokenSequence
+
+LAYERS, STEPS = (2, 3, 4), 3
+TARGET: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 60,
+    "rope_theta": 500.0,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    folder: Path  # of a drafter that works
+    evidence: Evidence
+    length: float  # its replayed acceptance length
+
+
+def make_target(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**TARGET)).eval()
+
+
+def record(target: Any, layers: tuple[int, ...] = LAYERS) -> Recorded:
+    """Greedy answers of 30 tokens to 24 prompts of 3 tokens, and the target's states."""
+    prompts = torch.randint(60, (24, 3), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ids = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=30, do_sample=False)
+        out = target.model(ids, output_hidden_states=True)
+    aux_hidden = torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
+    return [
+        (TokenSequence(str(n), ids[n].numpy().astype(np.int32), 3), States(str(n), aux_hidden[n], out[0][n]))
+        for n in range(len(ids))
+    ]
+
+
+def make_evidence(target: Any) -> Evidence:
+    embed = target.get_input_embeddings().weight.detach()
+    return Evidence(TARGET, embed, record(target), lambda layers: record(target, layers), STEPS)
+
+
+def train(target: Any, recorded: Recorded, rounds: int = 110) -> Eagle3Drafter:
+    torch.manual_seed(1)
+    drafter = Eagle3Drafter(DrafterConfig.from_target(TARGET, LAYERS, 50, norm_output=True))
+    counts = torch.bincount(torch.cat([torch.from_numpy(s.ids).long() for s, _ in recorded]), minlength=60)
+    ids = counts.argsort(descending=True, stable=True)[:50].sort().values
+    drafter.d2t.copy_(ids - torch.arange(50))
+    drafter.t2d.zero_()[ids] = True
+    drafter.lm_head.weight.data.copy_(target.lm_head.weight.data[ids])
+    batch = PackedBatch(
+        torch.cat([torch.from_numpy(s.ids).long() for s, _ in recorded]),
+        torch.cat([states.aux_hidden for _, states in recorded]),
+        torch.cat([states.last_hidden for _, states in recorded]),
+        torch.arange(len(recorded) + 1) * 33,
+        torch.tensor(([False] * 3 + [True] * 30) * len(recorded)),
+    )
+    head = TargetHead(target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach())
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(rounds):
+        result = rollout(drafter, batch, head, ttt_steps=STEPS)
+        (result.loss / result.step_counts[0]).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        optimiser.zero_grad()
+    return drafter.eval()
+
+
+def write(drafter: Eagle3Drafter, folder: Path) -> Path:
+    folder.mkdir()
+    tensors = {name: t.contiguous() for name, t in drafter.state_dict().items() if name != "aux_scale"}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(drafter.config.to_json()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    target = make_target(0)
+    evidence = make_evidence(target)
+    folder = write(train(target, evidence.recorded), tmp_path_factory.mktemp("world") / "drafter")
+    drafter = load_for_replay(folder, TARGET)
+    length = replay(drafter, evidence.embed_tokens, evidence.recorded, STEPS).walked.length
+    assert length is not None
+    assert length > 1.8, "else there is nothing to lose by sabotage"
+    return World(folder, evidence, length)
+
+
+@pytest.fixture
+def break_it(world: World, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the drafter, with changed config fields and tensors."""
+
+    def break_it(
+        config: dict[str, Any] | None = None, tensors: Callable[[dict[str, torch.Tensor]], Any] | None = None
+    ) -> Path:
+        folder = tmp_path / "broken"
+        folder.mkdir()
+        held = load_file(world.folder / "model.safetensors")
+        if tensors:
+            tensors(held)
+        save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / "model.safetensors")
+        written = json.loads((world.folder / "config.json").read_text()) | (config or {})
+        (folder / "config.json").write_text(json.dumps(written))
+        return folder
+
+    return break_it
+
+
+def causes(world: World, folder: Path) -> list[str]:
+    findings = diagnose_folder(folder, world.evidence, served=1.0, expected=world.length)
+    print(*findings, sep="\n")
+    return [finding.cause for finding in findings]
+
+
+def test_a_drafter_that_works_on_the_targets_states_but_not_in_the_engine_is_a_matter_of_serving(world: World) -> None:
+    assert diagnose_folder(world.folder, world.evidence, served=world.length, expected=world.length) == []
+    [finding] = diagnose_folder(world.folder, world.evidence, served=1.0, expected=world.length)
+    assert finding.cause == "serving"
+    assert f"accepts {world.length:.2f} tokens a step when replayed" in finding.evidence
+
+
+def test_a_map_that_holds_absolute_ids_is_named(world: World, break_it: Callable[..., Path]) -> None:
+    def absolute(held: dict[str, torch.Tensor]) -> None:
+        held["d2t"] += torch.arange(50)
+
+    assert causes(world, break_it(tensors=absolute)) == ["vocabulary map"]
+
+
+def test_a_map_of_other_rows_is_named_though_it_is_consistent_in_itself(
+    world: World, break_it: Callable[..., Path]
+) -> None:
+    def other(held: dict[str, torch.Tensor]) -> None:
+        ids = torch.arange(50) + torch.arange(50) // 25 * 5  # as good a map as any, but not that of lm_head's rows
+        held["d2t"] = ids - torch.arange(50)
+        held["t2d"] = torch.zeros(60, dtype=torch.bool).index_fill(0, ids, True)
+
+    folder = break_it(tensors=other)
+    assert inspect_folder(folder, TARGET) == []
+    assert causes(world, folder) == ["vocabulary map"]
+
+
+def test_a_map_whose_two_halves_disagree_is_named_without_running_anything(
+    world: World, break_it: Callable[..., Path]
+) -> None:
+    def disagree(held: dict[str, torch.Tensor]) -> None:
+        held["t2d"] = held["t2d"].roll(1)
+
+    [finding] = inspect_folder(break_it(tensors=disagree), TARGET)
+    assert finding.cause == "vocabulary map"
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1)])
+def test_swapped_layers_are_named_with_the_order_that_works(
+    world: World, break_it: Callable[..., Path], order: tuple[int, int, int]
+) -> None:
+    def swap(held: dict[str, torch.Tensor]) -> None:
+        thirds = held["fc.weight"].chunk(3, dim=1)
+        held["fc.weight"] = torch.cat([thirds[i] for i in order], dim=1)
+
+    [finding] = diagnose_folder(break_it(tensors=swap), world.evidence, served=1.0, expected=world.length)
+    assert finding.cause == "layer ids"
+    assert f"in the order {[LAYERS[i] for i in order]} instead of [2, 3, 4]" in finding.evidence
+
+
+def test_layer_ids_that_do_not_rise_are_named_without_running_anything(break_it: Callable[..., Path]) -> None:
+    eagle = {"eagle_aux_hidden_state_layer_ids": [3, 1, 2], "use_aux_hidden_state": True}
+    assert [f.cause for f in inspect_folder(break_it({"eagle_config": eagle}), TARGET)] == ["layer ids"]
+
+
+def test_layers_named_in_another_convention_are_named(world: World, break_it: Callable[..., Path]) -> None:
+    eagle = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4], "use_aux_hidden_state": True}  # SGLang: outputs of these
+    folder = break_it({"eagle_config": eagle})
+    served = replace(world.evidence, recorded=world.evidence.at_layers((3, 4, 5)))
+    [finding] = diagnose_folder(folder, served, served=1.0, expected=world.length)
+    assert finding.cause == "layer ids"
+    assert "Capturing layers [2, 3, 4] instead of [3, 4, 5]" in finding.evidence
+
+
+def test_a_flipped_norm_output_is_named(world: World, break_it: Callable[..., Path]) -> None:
+    assert causes(world, break_it({"norm_output": False})) == ["norm_output"]
+
+
+def test_fc_norm_without_its_tensors_is_named(world: World, break_it: Callable[..., Path]) -> None:
+    assert causes(world, break_it({"fc_norm": True})) == ["fc_norm"]
+
+
+def test_a_missing_fc_is_named(world: World, break_it: Callable[..., Path]) -> None:
+    folder = break_it(tensors=lambda held: held.pop("fc.weight"))
+    [finding] = diagnose_folder(folder, world.evidence, served=1.0, expected=world.length)
+    assert finding.cause == "missing tensor"
+    assert "lacks fc.weight" in finding.evidence
+
+
+def test_a_lost_rope_theta_is_named(world: World, break_it: Callable[..., Path]) -> None:
+    lost = {"rope_theta": None, "rope_parameters": None, "rope_scaling": None}
+    assert causes(world, break_it(lost)) == ["rope"]
+    wrong = replace(world.evidence)
+    assert wrong.target_config["rope_theta"] == 500.0
+
+
+def test_another_target_of_the_same_sizes_is_named(world: World) -> None:
+    other = make_evidence(make_target(7))
+    [finding] = diagnose_folder(world.folder, other, served=1.0, expected=world.length)
+    assert finding.cause == "other target"
+    assert f"training said {world.length:.2f}" in finding.evidence
+
+
+def test_another_target_of_other_sizes_is_named_by_them(world: World) -> None:
+    [finding] = inspect_folder(world.folder, TARGET | {"hidden_size": 48})
+    assert finding.cause == "other target"
+    assert "hidden_size 32 (target 48)" in finding.evidence
+
+
+def info(**fields: Any) -> EngineInfo:
+    return replace(EngineInfo("EAGLE3", "/models/drafter", 5, 1, 6, "/models/target", "bfloat16", "0.5.23"), **fields)
+
+
+def test_the_older_algorithm_is_named() -> None:
+    [finding] = check_engine(info(algorithm="EAGLE"), Path("/runs/drafter"), 5)
+    assert finding.cause == "algorithm"
+    assert "runs --speculative-algorithm EAGLE;" in finding.evidence
+    [finding] = check_engine(info(algorithm=None), Path("/runs/drafter"), 5)
+    assert "decodes without a drafter" in finding.evidence
+
+
+def test_a_server_of_another_drafter_or_chain_is_named_and_the_right_one_is_not() -> None:
+    assert check_engine(info(), Path("/runs/drafter"), 5) == []
+    findings = check_engine(info(draft_model="/models/old", steps=3), Path("/runs/drafter"), 5)
+    assert [finding.cause for finding in findings] == ["other drafter", "other chain"]
+
+
+def test_exactly_one_nothing_at_all_and_far_below_training_are_suspicious() -> None:
+    assert [is_suspicious(served, 2.0) for served in (None, 1.0, 1.59, 1.61)] == [True, True, True, False]
+    assert [is_suspicious(served, None) for served in (1.0, 1.01)] == [True, False]

@@ -187,7 +187,7 @@ def sweep(base: Path) -> None:
             _hold(folder).close()
         except (BlockingIOError, FileNotFoundError):
             continue
-        _log.warning("eagle3_ray: removing %s, which a server left behind", folder)
+        _log.info("eagle3_ray: removing %s, which a server left behind", folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,0 +1,154 @@
+"""Whether a sequence is what the target would say: its recorded log-probabilities against those of its states.
+
+One wrong token anywhere before an answer token changes that token's log-probability. So this finds a stripped
+`<think>`, a re-tokenised answer, another template or checkpoint, without knowing what any of them look like.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eagle3_ray.target.protocol import CaptureError, States, TargetParts, TokenSequence
+
+WINDOW = 8
+_VOCAB_CHUNK = 1 << 15
+_ROW_CHUNK = 1 << 10
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well an answer of `tokens` tokens fits its states, which were computed in `dtype`.
+
+    Differences are absolute, in nats, between recorded and recomputed log-probabilities: their mean, and the mean of
+    the worst WINDOW neighbours. They are None where nothing was recorded. `argmax_agreement` is the share of tokens
+    that the target finds likeliest, `mean_logprob` their mean log-probability under the target.
+    """
+
+    tokens: int
+    dtype: str
+    greedy: bool
+    mean_difference: float | None
+    worst_window: float | None
+    argmax_agreement: float
+    mean_logprob: float
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Beyond any of these a sequence is not the target's own."""
+
+    mean_difference: float
+    worst_window: float
+    argmax_agreement: float  # at least so much, of greedy answers
+
+
+@dataclass(frozen=True)
+class OnPolicyLimits:
+    """Limits by the dtype of the target's states."""
+
+    float32: Limit = Limit(mean_difference=1e-3, worst_window=5e-3, argmax_agreement=0.99)
+    bfloat16: Limit = Limit(mean_difference=0.08, worst_window=0.35, argmax_agreement=0.9)
+
+    def reason(self, score: Score) -> str | None:
+        """Why the sequence must not train, or None."""
+        if score.tokens == 0:
+            return "no answer token"
+        limit = self.float32 if score.dtype == "float32" else self.bfloat16
+        found = f"over {score.tokens} tokens"
+        if score.mean_difference is not None and score.mean_difference > limit.mean_difference:
+            return (
+                f"log-probabilities differ from the recorded ones by {score.mean_difference:.3g} nats {found}, "
+                f"limit {limit.mean_difference:g}"
+            )
+        if score.worst_window is not None and score.worst_window > limit.worst_window:
+            return (
+                f"log-probabilities of {WINDOW} neighbours differ from the recorded ones by {score.worst_window:.3g} "
+                f"nats, limit {limit.worst_window:g}"
+            )
+        if score.greedy and score.argmax_agreement < limit.argmax_agreement:
+            return (
+                f"only {score.argmax_agreement:.1%} of a greedy answer are the target's first choice {found}, "
+                f"limit {limit.argmax_agreement:.0%}"
+            )
+        return None
+
+
+def on_policy(
+    states: States,
+    sequence: TokenSequence,
+    recorded: Any,
+    parts: TargetParts,
+    *,
+    temperature: float,
+) -> Score:
+    """Scores the answer of `sequence`; `recorded` are its log-probabilities [answer tokens], or None.
+
+    sglang 0.5.23 (layers/sampler.py) records log_softmax(logits / temperature), before top-p and top-k, and of a greedy
+    answer (temperature 0) log_softmax(logits). A server with SGLANG_RETURN_ORIGINAL_LOGPROB never divides: score its
+    answers with temperature 1 or 0. Computes in float32 where `parts.lm_head` lies.
+
+    Raises:
+        CaptureError: states, ids and recorded values are not of one length, or a value is not finite.
+    """
+    answer = sequence.ids[sequence.prompt_tokens :]
+    if len(states.last_hidden) != len(sequence.ids) or (recorded is not None and len(recorded) != len(answer)):
+        raise CaptureError(
+            f"Sequence {sequence.sequence_id}: {len(states.last_hidden)} states, {len(sequence.ids)} ids and "
+            f"{'no' if recorded is None else len(recorded)} recorded log-probabilities of {len(answer)} answer tokens."
+        )
+    first = max(sequence.prompt_tokens, 1)  # nothing predicts the very first token
+    labels = torch.from_numpy(sequence.ids[first:]).long()
+    scale = temperature or 1.0
+    logprobs, top = label_logprobs(states.last_hidden[first - 1 : -1], labels, parts, scale)
+    mean_difference = worst = None
+    if recorded is not None and len(labels):
+        said = torch.as_tensor(recorded, dtype=torch.float32)[first - sequence.prompt_tokens :]
+        difference = (logprobs - said).abs()
+        if not bool(torch.isfinite(difference).all()):
+            raise CaptureError(f"Sequence {sequence.sequence_id}: a log-probability is not finite.")
+        mean_difference = float(difference.mean())
+        worst = float(difference.unfold(0, min(WINDOW, len(difference)), 1).mean(dim=1).max())
+    return Score(
+        tokens=len(labels),
+        dtype=str(states.last_hidden.dtype).removeprefix("torch."),
+        greedy=temperature == 0,
+        mean_difference=mean_difference,
+        worst_window=worst,
+        argmax_agreement=float((top == labels).float().mean()) if len(labels) else 1.0,
+        mean_logprob=float(logprobs.mean()) if len(labels) else 0.0,
+    )
+
+
+def label_logprobs(
+    last_hidden: torch.Tensor, labels: torch.Tensor, parts: TargetParts, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Post-norm states [n, H] and the tokens that follow [n] -> their log-probabilities and the likeliest tokens, [n].
+
+    float32 on the CPU. The logits [n, V] never exist whole: rows and vocabulary are taken in chunks.
+    """
+    head = parts.lm_head
+    cap = parts.config.get("final_logit_softcapping")
+    logprobs, tops = [], []
+    for rows, row_labels in zip(last_hidden.split(_ROW_CHUNK), labels.split(_ROW_CHUNK), strict=True):
+        if not len(rows):
+            continue
+        x, wanted = rows.to(head.device, torch.float32), row_labels.to(head.device)
+        norms, best, arg, own = [], [], [], torch.empty(len(x), device=head.device)
+        for start in range(0, len(head), _VOCAB_CHUNK):
+            logits = x @ head[start : start + _VOCAB_CHUNK].float().T
+            if cap:
+                logits = torch.tanh(logits / cap) * cap
+            logits /= temperature
+            norms.append(logits.logsumexp(dim=1))
+            value, index = logits.max(dim=1)
+            best.append(value)
+            arg.append(index + start)
+            here = (wanted >= start) & (wanted < start + logits.shape[1])
+            own[here] = logits[here, wanted[here] - start]
+        logprobs.append((own - torch.stack(norms).logsumexp(dim=0)).cpu())
+        winner = torch.stack(best).argmax(dim=0, keepdim=True)
+        tops.append(torch.stack(arg).gather(0, winner)[0].cpu())
+    if not logprobs:
+        return torch.empty(0), torch.empty(0, dtype=torch.long)
+    return torch.cat(logprobs), torch.cat(tops)

@@ -144,7 +144,7 @@ class _Rule:
         return int(torch.multinomial(weights, 1, generator=self._generator))
 
 
-class TransformersTarget:
+class CachedTransformers:
     """A CachedTarget on transformers, for models that fit on this machine and keep all keys (no sliding window)."""
 
     def __init__(self, folder: Path, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> None:

@@ -7,7 +7,8 @@ over the newest token and the drafts behind it, which yields the drafts that it 
 
 It is 1.0 where no draft is ever accepted. Two other figures are near it and are not it: SGLang's `spec_accept_length`
 (answer tokens / verify steps of one request) counts the prefill's token too, and 1 + mean accepted drafts counts
-drafts that the last step accepted behind the end of the answer.
+drafts that the last step accepted behind the end of the answer. (A request that SGLang retracts for lack of room is
+prefilled once more for each time; those tokens are not counted either.)
 """
 
 from collections.abc import Iterable, Sequence

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_ray.acceptance.reference import Choose, TransformersTarget, decode, decode_plainly
+from eagle3_ray.acceptance.reference import CachedTransformers, Choose, decode, decode_plainly
 
 V = 4
 DRAFT_IDS = torch.tensor([0, 2, 3])  # the drafter never proposes token 1
@@ -144,7 +144,7 @@ def test_on_a_llama_cached_reading_gives_what_one_forward_gives_and_decoding_equ
         initializer_range=0.3, eos_token_id=None, bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    target = TransformersTarget(tmp_path, layers=(2, 3, 3))
+    target = CachedTransformers(tmp_path, layers=(2, 3, 3))
     prompt = [7, 11, 13, 17]
 
     target.read([*prompt, 5, 6])

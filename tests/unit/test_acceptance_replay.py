@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_ray.acceptance import replay as module
-from eagle3_ray.acceptance.reference import TransformersTarget, decode
+from eagle3_ray.acceptance.reference import CachedTransformers, decode
 from eagle3_ray.acceptance.replay import matched_drafts, replay, walk
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
@@ -72,7 +72,7 @@ def test_all_chains_at_once_match_what_proposing_one_after_the_other_matches(
 def test_a_replayed_answer_takes_as_many_verify_steps_as_the_reference_decoder(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TARGET)).save_pretrained(tmp_path)
-    target = TransformersTarget(tmp_path, LAYERS)
+    target = CachedTransformers(tmp_path, LAYERS)
     embed = target.model.get_input_embeddings().weight.detach()
     drafter = make_drafter(3)
     recorded, decoded_steps = [], 0

@@ -67,17 +67,14 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
     if findings := _named(evidence, drafter):
         return findings
     base = _accepts(drafter, evidence, evidence.recorded)
-    if base < (_WORKS if expected is None else FAR_BELOW * expected):
-        return [
-            Finding(
-                "other target",
-                f"On this target's own states the drafter accepts {base:.2f} tokens a step"
-                + (f", training said {expected:.2f}" if expected is not None else "")
-                + ", and no other reading of its files helps: it was trained on another target (or its answers), or "
-                "not at all.",
-                "Compare target.weights in the model card with the served model; train on this one.",
-            )
-        ]
+    accepts = f"On this target's own states the drafter accepts {base:.2f} tokens a step"
+    if expected is not None and base < FAR_BELOW * expected:
+        said = f"{accepts}, training said {expected:.2f}, and no other reading of its files helps."
+        remedy = "It was trained on another target, or on other answers: train on this one's."
+        return [Finding("other target", said, remedy)]
+    if expected is None and base < _WORKS:
+        said = f"{accepts}, and no other reading of its files helps: it has learned nothing of this target."
+        return [Finding("untrained or other target", said, "Train it on this target's answers.")]
     if served is not None and served < FAR_BELOW * base:
         return [
             Finding(
@@ -90,10 +87,19 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
     return []
 
 
+def drafter_config(folder: Path, target_config: Mapping[str, Any]) -> DrafterConfig:
+    """The folder's config.json; what it leaves out (layers, RoPE) is the target's.
+
+    Args:
+        target_config: of the language model. Its vocabulary is of no matter here; from_json holds its own default draft
+            vocabulary against it, which a small target's would not pass.
+    """
+    return DrafterConfig.from_json(read_config(folder), {**target_config, "vocab_size": 1 << 20})
+
+
 def load_for_replay(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafter:
     """The drafter of a folder that `inspect_folder` found in order, in float32."""
-    target = {**target_config, "vocab_size": 1 << 20}  # FIXME from_json
-    drafter = Eagle3Drafter(DrafterConfig.from_json(read_config(folder), target))
+    drafter = Eagle3Drafter(drafter_config(folder, target_config))
     own = drafter.state_dict()
     drafter.load_state_dict({**own, **{name: t for name, t in read_tensors(folder).items() if name in own}})
     drafter.float().eval()

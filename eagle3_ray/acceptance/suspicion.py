@@ -7,18 +7,18 @@ import numpy as np
 import torch
 
 from eagle3_ray.acceptance.changes import Evidence, Recorded
-from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious
+from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, drafter_config, is_suspicious
 from eagle3_ray.acceptance.engine import EngineInfo, Served
-from eagle3_ray.acceptance.folder import Finding, inspect_folder, read_config
-from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.acceptance.folder import Finding, inspect_folder
 from eagle3_ray.target.files import TargetFiles
 from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.protocol import TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget
 
-_ANSWERS = 24  # that are replayed
-_SHORTEST = 8  # tokens; shorter answers say little
+_ANSWERS = 8  # that are replayed, a dozen times over: some seconds each time on a CPU
+_SHORTEST, _LONGEST = 8, 96  # answer tokens: shorter ones say little, of longer ones the beginning is enough
+_LARGEST = 60e9  # bytes of weights that this process loads; a larger target is not replayed here
 
 
 def examine(
@@ -41,15 +41,20 @@ def examine(
     findings = inspect_folder(drafter, target.config)
     if findings or not is_suspicious(served, expected):
         return findings
-    if not any(target.folder.glob("*.safetensors")):
-        said = f"The acceptance length is {served}, and the target's weights are not in {target.folder} to replay on."
-        return [Finding("unknown", said, "Run this where the target's weights are.")]
+    weights = sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))
+    if not 0 < weights <= _LARGEST:
+        why = "are not there" if weights == 0 else f"of {weights / 1e9:.0f} GB are too large"
+        said = (
+            f"The acceptance length is {served}, and the weights in {target.folder} {why} to replay the answers with."
+        )
+        return [Finding("unknown", said, "Replay captured states of this target with acceptance.replay.")]
     sequences = _sequences(answers)
     if not sequences:
         return [Finding("unknown", "No answer is long enough to replay.", "Evaluate on prompts with longer answers.")]
-    layers = DrafterConfig.from_json(read_config(drafter), target.config).aux_layers
+    config = text_config(target.config)
+    layers = drafter_config(drafter, config).aux_layers
     evidence = Evidence(
-        target_config=text_config(target.config),
+        target_config=config,
         embed_tokens=load_parts(target.folder, torch.float32).embed_tokens,
         recorded=_record(target.folder, sequences, layers),
         at_layers=lambda others: _record(target.folder, sequences, others),
@@ -65,7 +70,7 @@ def _sequences(answers: Sequence[Served]) -> list[TokenSequence]:
     return [
         TokenSequence(
             one.prompt.name,
-            np.array([*one.prompt.prompt_ids, *one.output_ids], dtype=np.int32),
+            np.array([*one.prompt.prompt_ids, *one.output_ids[:_LONGEST]], dtype=np.int32),
             len(one.prompt.prompt_ids),
         )
         for one in chosen

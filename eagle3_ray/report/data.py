@@ -1,0 +1,270 @@
+"""Data quality of a run: the generated answers and the on-policy check of the capture stage, as counts and histograms.
+
+Rows stay in their Parquet files: DuckDB counts them there, and only a handful of rejected answers is read as examples.
+Text appears here and nowhere else in a run: examples are decoded with special tokens visible.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.ledger import STAGE as GENERATE
+from eagle3_ray.ledger import Ledger
+from eagle3_ray.records import REJECTED, SEQUENCES
+from eagle3_ray.rendering import Renderer
+from eagle3_ray.runs import RunDir
+from eagle3_ray.target.files import TargetError, resolve
+
+CAPTURE = "capture"
+
+_BINS = 24
+_REASONS = 6  # kinds of rejection that are shown with examples,
+_EXAMPLES = 2  # and so many of each
+_PROMPT_TAIL, _ANSWER_HEAD, _ANSWER_TAIL = 60, 80, 60  # tokens of an example
+_MEMORY = {"memory_limit": "1GB"}
+_LEAST_FILES = 8  # fewer committed files are no curve
+
+_LENGTHS = """
+SELECT partition, least(len(output_ids) // $width, $last)::INT AS bin,
+       count(*) FILTER (finish_reason IS DISTINCT FROM 'length') AS stopped,
+       count(*) FILTER (finish_reason = 'length') AS cut
+FROM read_parquet($files) GROUP BY ALL ORDER BY ALL
+"""
+_LATENCY = """
+SELECT quantile_disc(latency_s, [0.5, 0.9, 0.99, 1.0]), count(*) FILTER (attempts > 1) FROM read_parquet($files)
+WHERE latency_s IS NOT NULL
+"""
+_ENDPOINTS = """
+SELECT endpoint, count(*) AS rows, sum(len(output_ids))::BIGINT AS output_tokens, round(median(latency_s), 2) AS median_s
+FROM read_parquet($files) WHERE endpoint IS NOT NULL GROUP BY endpoint ORDER BY endpoint
+"""
+_FILES = """
+SELECT filename, sum(len(output_ids))::BIGINT FROM read_parquet($files, filename = true) GROUP BY filename
+"""
+_KINDS = """
+SELECT regexp_replace(reason, '[0-9]+', 'N', 'g') AS kind, count(*) AS rows
+FROM read_parquet($files) GROUP BY kind ORDER BY rows DESC, kind
+"""
+_OF_KIND = """
+SELECT reason, partition, prompt_id, turn, finish_reason, prompt_ids, output_ids FROM read_parquet($files)
+WHERE regexp_replace(reason, '[0-9]+', 'N', 'g') = $kind ORDER BY sequence_id LIMIT $limit
+"""
+
+
+def generated(run: RunDir) -> dict[str, Any] | None:
+    """The generate stage: counts, lengths and ends by partition, speed, rejections with examples. None before it ran."""
+    entry = run.manifest().get(GENERATE)
+    if entry is None:
+        return None
+    import duckdb
+
+    config = entry.get("config", {})
+    ledger, summary = Ledger(run), run.summary(GENERATE) or {}
+    sequences, rejected = ledger.files(SEQUENCES), ledger.files(REJECTED)
+    counts = ledger.count(config.get("audit", {}).get("boundary_ids", []))
+    found: dict[str, Any] = {
+        "status": _status(run, GENERATE),
+        "model": config.get("target", {}).get("model"),
+        "sampling": {k: entry["fingerprint"].get(f"generate.{k}") for k in ("temperature", "top_p", "max_new_tokens")},
+        "expected": summary.get("expected"),
+        "rows": counts["rows"],
+        "rejected": counts["rejected"],
+        "output_tokens": counts["output_tokens"],
+        "partitions": counts["partitions"],
+        "lengths": None,
+        "latency_s": None,
+        "endpoints": [],
+        "speed": _speed(summary),
+        "rejections": [],
+        "special_tokens": [],
+        "examples_missing_because": None,
+        "warnings": list(summary.get("warnings", [])),
+        "stopped_by": summary.get("stopped_by"),
+    }
+    with duckdb.connect(config=_MEMORY) as db:
+        if sequences:
+            found["lengths"] = _lengths(db, sequences)
+            found["latency_s"] = _latency(db, sequences)
+            found["endpoints"] = _records(db, _ENDPOINTS, {"files": sequences})
+            by_file = dict(db.execute(_FILES, {"files": sequences}).fetchall())
+            best = summary.get("servers_best_tokens_per_second")
+            found["speed"]["over_time"] = _over_time(by_file, best)
+        if rejected:
+            found |= _rejections(db, rejected, config.get("target", {}))
+    return found
+
+
+def captured(run: RunDir) -> dict[str, Any] | None:
+    """The capture stage: what is stored, and how far each answer is from what the target says of it now."""
+    if CAPTURE not in run.manifest():
+        return None
+    import duckdb
+
+    summary = run.summary(CAPTURE) or {}
+    names = ("expected", "rows", "quarantined", "tokens", "tokens_per_second", "bytes", "bytes_per_token")
+    found: dict[str, Any] = {
+        "status": _status(run, CAPTURE),
+        **{name: summary.get(name) for name in names},
+        "by_reason": summary.get("quarantined_by_reason", {}),
+        "scores": None,
+        "warnings": list(summary.get("warnings", [])),
+        "stopped_by": summary.get("stopped_by"),
+    }
+    files = sorted(str(path) for path in (run.stage(CAPTURE) / "scores").glob("*.parquet"))
+    if files:
+        with duckdb.connect(config=_MEMORY) as db:
+            found["scores"] = {
+                name: _histogram(db, files, name)
+                for name in ("mean_difference", "argmax_agreement")
+            }
+    return found
+
+
+def _status(run: RunDir, stage: str) -> str:
+    if run.succeeded(stage):
+        return "complete"
+    return str((run.summary(stage) or {}).get("status", "not complete"))
+
+
+def _records(db: Any, query: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    result = db.execute(query, parameters)
+    names = [column[0] for column in result.description]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
+
+def _lengths(db: Any, files: list[str]) -> dict[str, Any]:
+    """Answer lengths by partition in bins of one width: how many stopped by themselves, how many were cut."""
+    longest = db.execute("SELECT max(len(output_ids)) FROM read_parquet($1)", [files]).fetchone()[0]
+    width = max(1, -(-(longest + 1) // _BINS))
+    bins = longest // width + 1
+    partitions: dict[str, dict[str, list[int]]] = {}
+    for partition, place, stopped, cut in db.execute(
+        _LENGTHS, {"files": files, "width": width, "last": bins - 1}
+    ).fetchall():
+        counts = partitions.setdefault(partition, {"stopped": [0] * bins, "cut": [0] * bins})
+        counts["stopped"][place], counts["cut"][place] = stopped, cut
+    return {"edges": [i * width for i in range(bins + 1)], "partitions": partitions}
+
+
+def _latency(db: Any, files: list[str]) -> dict[str, Any] | None:
+    quantiles, again = db.execute(_LATENCY, {"files": files}).fetchone()
+    if quantiles is None:
+        return None
+    return {
+        **dict(zip(("p50", "p90", "p99", "max"), (round(q, 2) for q in quantiles), strict=True)),
+        "answered_at_a_later_attempt": again,
+        "histogram": _histogram(db, files, "latency_s"),
+    }
+
+
+def _histogram(db: Any, files: Sequence[str], column: str) -> dict[str, Any] | None:
+    """Counts of a column in bins of one width, and its median, 99th percentile and extremes. None without values."""
+    low, high, quantiles = db.execute(
+        f"SELECT min({column}), max({column}), quantile_disc({column}, [0.01, 0.5, 0.99]) FROM read_parquet($1) "
+        f"WHERE isfinite({column})",
+        [list(files)],
+    ).fetchone()
+    if low is None:
+        return None
+    width = (high - low) / _BINS or 1.0
+    counts = [0] * _BINS
+    for place, count in db.execute(
+        f"SELECT least(floor(({column} - $low) / $width), {_BINS - 1})::INT, count(*) FROM read_parquet($files) "
+        f"WHERE isfinite({column}) GROUP BY 1",
+        {"low": low, "width": width, "files": list(files)},
+    ).fetchall():
+        counts[place] = count
+    return {
+        "edges": [low + i * width for i in range(_BINS + 1)],
+        "counts": counts,
+        **dict(zip(("p01", "p50", "p99"), quantiles, strict=True)),
+        "min": low,
+        "max": high,
+    }
+
+
+def _speed(summary: dict[str, Any]) -> dict[str, Any]:
+    """Tokens/s of the last job, held against what the servers showed at their best."""
+    mean, best = summary.get("tokens_per_second"), summary.get("servers_best_tokens_per_second")
+    return {
+        "tokens_per_second": mean,
+        "servers_best_tokens_per_second": best,
+        "share": round(mean / best, 4) if mean and best else None,
+        "wall_s": summary.get("wall_s"),
+        "retries": summary.get("retries", {}),
+        "over_time": None,
+    }
+
+
+def _over_time(tokens_by_file: dict[str, int], best: float | None) -> dict[str, Any] | None:
+    """Committed answer tokens/s by minutes since the first file, from the times at which files were written.
+
+    None where that says nothing: a few files, or a run that was copied (all files written faster than servers answer).
+    """
+    if len(tokens_by_file) < _LEAST_FILES:
+        return None
+    written = sorted((Path(file).stat().st_mtime, tokens) for file, tokens in tokens_by_file.items())
+    start, end = written[0][0], written[-1][0]
+    later = sum(tokens for _, tokens in written[1:])  # the first file's tokens came before its time
+    if end <= start or (best and later / (end - start) > 2 * best):
+        return None
+    bins = min(_BINS * 2, len(written) // 2)
+    width = (end - start) / bins
+    tokens = [0] * bins
+    for moment, count in written[1:]:
+        tokens[min(int((moment - start) / width), bins - 1)] += count
+    return {
+        "minutes": [round((i + 1) * width / 60, 3) for i in range(bins)],
+        "tokens_per_second": [round(count / width, 1) for count in tokens],
+    }
+
+
+def _rejections(db: Any, files: list[str], target: dict[str, Any]) -> dict[str, Any]:
+    """Kinds of rejection (numbers in a reason count as equal), the most frequent ones with examples."""
+    renderer, missing = _renderer(target)
+    rejections = _records(db, _KINDS, {"files": files})
+    for kind in rejections[:_REASONS]:
+        rows = _records(db, _OF_KIND, {"files": files, "kind": kind["kind"], "limit": _EXAMPLES})
+        kind["examples"] = [_example(row, renderer) for row in rows]
+    return {
+        "rejections": rejections,
+        "special_tokens": renderer.special_tokens if renderer else [],
+        "examples_missing_because": missing,
+    }
+
+
+class _Decoder:
+    """Ids as text for people, special tokens visible."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self.special_tokens = sorted({renderer.text([token]) for token in renderer.special_ids})
+
+    def excerpt(self, ids: Sequence[int], head: int, tail: int) -> str:
+        """The first `head` and the last `tail` tokens."""
+        if len(ids) <= head + tail:
+            return self._renderer.text(ids)
+        left_out = f" [… {len(ids) - head - tail:,} tokens …] "
+        return (self._renderer.text(ids[:head]) if head else "") + left_out + self._renderer.text(ids[-tail:])
+
+
+def _renderer(target: dict[str, Any]) -> tuple[_Decoder | None, str | None]:
+    """The target's tokenizer, or why there is none on this machine."""
+    try:
+        folder = resolve(target["model"]).folder
+        return _Decoder(Renderer(folder, trust_remote_code=target.get("trust_remote_code", False))), None
+    except KeyError:
+        return None, "the manifest names no target model"
+    except (ImportError, OSError, ValueError, TargetError) as error:
+        return None, f"the target's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+
+
+def _example(row: dict[str, Any], decoder: _Decoder | None) -> dict[str, Any]:
+    prompt, answer = row.pop("prompt_ids") or [], row.pop("output_ids") or []
+    return {
+        **row,
+        "prompt_tokens": len(prompt),
+        "output_tokens": len(answer),
+        "prompt": decoder.excerpt(prompt, 0, _PROMPT_TAIL) if decoder and prompt else None,
+        "answer": decoder.excerpt(answer, _ANSWER_HEAD, _ANSWER_TAIL) if decoder and answer else None,
+    }

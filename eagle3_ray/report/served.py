@@ -1,0 +1,68 @@
+"""What drafters were worth in the engine: the summary of the evaluate stage, in the shape of the page."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.acceptance.serving import PLAIN
+from eagle3_ray.runs import RunDir
+
+EVALUATE = "evaluate"
+_EVERYTHING, _WITHOUT_LOOPS = "all", "without loops"  # groups of the summary; others are a dataset, or dataset/category
+
+_MISMATCHES = 5  # shown of each drafter
+
+
+def evaluated(run: RunDir) -> dict[str, Any] | None:
+    """The evaluate stage: each drafter's acceptance, speed, lossless check and diagnosis. None before it ran.
+
+    A drafter's `role` is `trained` (this run's), `fresh` (what this run's training began from), `baseline` (any other)
+    or `none`: the engine without a drafter.
+    """
+    summary = run.summary(EVALUATE)
+    if summary is None:
+        return None
+    engines = summary.get("engines", {})
+    drafters = [_drafter(run, name, engine) for name, engine in engines.items()]
+    order = ("none", "fresh", "baseline", "trained")
+    settings = summary.get("settings", {})
+    names = ("prompts", "limit", "max_new_tokens", "temperature", "steps", "speed_prompts")
+    return {
+        "status": summary["status"],
+        "settings": {name: settings.get(name) for name in names},
+        "engine": next((engine["engine"] for engine in engines.values()), None),
+        "drafters": sorted(drafters, key=lambda drafter: order.index(drafter["role"])),
+        "datasets": sorted({name for drafter in drafters for name in drafter["datasets"]}),
+        "warnings": list(summary.get("warnings", [])),
+        "stopped_by": summary.get("stopped_by"),
+    }
+
+
+def _drafter(run: RunDir, name: str, engine: Mapping[str, Any]) -> dict[str, Any]:
+    groups = engine.get("acceptance", {})
+    named = set(groups) - {_EVERYTHING, _WITHOUT_LOOPS}
+    lossless = engine.get("lossless")
+    role = _role(run, name)
+    return {
+        "name": {"none": "no drafter", "fresh": "before training", "trained": "after training"}.get(role, Path(name).name),
+        "role": role,
+        "folder": None if role == "none" else name,
+        "all": groups.get(_EVERYTHING),
+        "without_loops": groups.get(_WITHOUT_LOOPS),
+        "datasets": {group: counts for group, counts in groups.items() if group in named and "/" not in group},
+        "categories": {group: counts for group, counts in groups.items() if group in named and "/" in group},
+        "speed": [{"concurrency": int(n), "tokens_per_second": speed} for n, speed in engine.get("speed", {}).items()],
+        "speedup": engine.get("speedup", {}),
+        "answers": engine.get("answers"),
+        "output_tokens": engine.get("output_tokens"),
+        "lossless": lossless and {**lossless, "mismatches": lossless["mismatches"][:_MISMATCHES]},
+        "diagnosis": engine.get("diagnosis", []),
+    }
+
+
+def _role(run: RunDir, name: str) -> str:
+    if name == PLAIN:
+        return "none"
+    folder = Path(name).resolve()
+    known = {run.stage("train") / "drafter": "trained", run.stage("train") / "initial": "fresh"}
+    return next((role for place, role in known.items() if place.resolve() == folder), "baseline")

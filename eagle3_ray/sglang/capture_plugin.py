@@ -134,7 +134,7 @@ class Writer:
         except OSError as error:  # safetensors raises it too when shared memory is full
             unfinished.unlink(missing_ok=True)
             return f"{ERROR}the states could not be written ({error}). Give the machine more shared memory (/dev/shm)."
-        self._of_this_batch += size
+        self._of_this_batch += path.stat().st_size
         return str(path)
 
     def _wait_for_room(self, size: int) -> bool:

@@ -47,8 +47,8 @@ def self_check(
 ) -> None:
     """Captures `sequence` alone, with another and again, and holds the states against all that is known of them.
 
-    `engine_logprobs` are the engine's own of the last len(engine_logprobs) tokens: those recorded with an answer drawn at
-    `temperature`, or `SGLangTarget.logprobs` (1). None leaves the head unproved and says so with a warning.
+    `engine_logprobs` are the engine's own of the last len(engine_logprobs) tokens: those recorded with an answer drawn
+    at `temperature`, or `SGLangTarget.logprobs` (1). None leaves the head unproved and says so with a warning.
     `reference` holds the same sequence's states of another route.
 
     Raises:

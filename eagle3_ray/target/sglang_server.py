@@ -40,9 +40,12 @@ def plugin_environment(folder: Path, shared_memory: Path, most_bytes: int) -> di
         copy = folder / "eagle3_ray" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((package / name).read_bytes())
-    metadata = folder / f"eagle3_ray-{version('eagle3_ray')}.dist-info"
+    # of a name of its own: a stale eagle3_ray.egg-info in the working directory would hide one of the same name
+    metadata = folder / f"eagle3_ray_capture-{version('eagle3_ray')}.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eagle3_ray\nVersion: {version('eagle3_ray')}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: eagle3_ray_capture\nVersion: {version('eagle3_ray')}\n"
+    )
     (metadata / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\neagle3_capture = eagle3_ray.sglang.capture_plugin:register\n"
     )

@@ -1,0 +1,107 @@
+"""Rows of instruction sets as people publish them: public sets by name, and the columns that hold the question.
+
+Everything comes out as `prompts.Prompt`: what the target is asked, without anybody's answers.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, parse, read
+
+_FORMS = ("messages", "conversations", "prompt", "input_ids")
+_QUESTIONS = ("instruction", "question", "problem", "query")
+
+Rows = Iterator[tuple[str, str, bytes]]
+"""Each row as its place for people, the id it has if it brings none, and its JSON."""
+
+
+@dataclass(frozen=True)
+class PublicSet:
+    """A set on the Hugging Face Hub and the column with its prompts."""
+
+    dataset: str
+    split: str
+    column: str
+    config: str | None = None
+
+    def __str__(self) -> str:
+        config = f", {self.config}" if self.config else ""
+        return f"{self.dataset}{config}, split {self.split}, column {self.column}"
+
+
+PUBLIC_SETS = {
+    "gsm8k": PublicSet("openai/gsm8k", "train", "question", config="main"),
+    "magicoder-evol-instruct": PublicSet("ise-uiuc/Magicoder-Evol-Instruct-110K", "train", "instruction"),
+    "open-perfectblend": PublicSet("mlabonne/open-perfectblend", "train", "conversations"),
+    "sharegpt": PublicSet("Aeala/ShareGPT_Vicuna_unfiltered", "train", "conversations"),
+    "ultrachat": PublicSet("HuggingFaceH4/ultrachat_200k", "train_sft", "messages"),
+}
+
+
+def file_rows(sources: Sequence[Source]) -> Rows:
+    """The rows of files and hf:// datasets.
+
+    Raises:
+        PromptSourceError: one of them cannot be read to its end.
+    """
+    for source in sources:
+        name = source.path if source.path.startswith("hf://") else PurePosixPath(source.path.partition("?")[0]).name
+        for number, raw in read(source):
+            yield f"{source.path}:{number}", f"{name}:{number}", raw
+
+
+def public_rows(public: PublicSet) -> Rows:
+    """The rows of a public set, streamed.
+
+    Raises:
+        PromptSourceError: the set cannot be read, or `datasets` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise PromptSourceError(f"Reading {public} needs `pip install 'eagle3_ray[datasets]'`.") from None
+    try:
+        rows = datasets.load_dataset(public.dataset, public.config, split=public.split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            place = f"{public.dataset}:{number}"
+            yield place, place, json.dumps(row, default=str).encode()
+    except (ValueError, OSError) as error:
+        raise PromptSourceError(
+            f"{public} cannot be read: {error}. Without network, give a file: NAME=PATH."
+        ) from error
+
+
+def parse_row(raw: bytes, fallback_id: str, column: str | None) -> Prompt:
+    """One row in any of the usual forms: those of `prompts.parse`, the questions of one column, or MT-bench's turns.
+
+    Raises:
+        BadPrompt: the row cannot be used.
+    """
+    prompt = parse(_usual_form(raw, column), fallback_id)
+    if prompt.input_ids is not None:
+        raise BadPrompt("input_ids have no text to compare; give such files to the generate job as they are")
+    return prompt
+
+
+def _usual_form(raw: bytes, column: str | None) -> bytes:
+    try:
+        row = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw  # parse gives the reason
+    if not isinstance(row, dict):
+        return raw
+    row_id = row.get("id") if row.get("id") is not None else row.get("question_id")
+    if column is not None:
+        row = {"id": row_id, column: row.get(column)}
+    if any(row.get(form) is not None for form in _FORMS):
+        return json.dumps(row).encode() if column else raw
+    if isinstance(row.get("turns"), list):  # MT-bench as its authors keep it
+        return json.dumps({"id": row_id, "messages": [{"role": "user", "content": t} for t in row["turns"]]}).encode()
+    question = next((row[name] for name in _QUESTIONS if isinstance(row.get(name), str)), None)
+    if question is None:
+        raise BadPrompt(f"none of {', '.join((*_FORMS, 'turns', *_QUESTIONS))} is there")
+    if row.get("input") and isinstance(row["input"], str):  # Alpaca: what the instruction is about
+        question = f"{question}\n\n{row['input']}"
+    return json.dumps({"id": row_id, "prompt": question}).encode()

@@ -1,0 +1,57 @@
+"""The forms in which people publish instructions, and what a row that cannot be used says."""
+
+import json
+from typing import Any
+
+import pytest
+
+from eagle3_ray.instruction_sets import parse_row
+from eagle3_ray.prompts import BadPrompt
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"messages": [_user("a"), {"role": "assistant", "content": "no"}, _user("b")]}, ["a", "b"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "no"}]}, ["a"]),
+        ({"prompt": "a", "instruction": "no"}, ["a"]),
+        ({"instruction": "Translate.", "input": "a", "output": "no"}, ["Translate.\n\na"]),
+        ({"instruction": "Count.", "input": "", "output": "no"}, ["Count."]),
+        ({"question": "a", "answer": "no"}, ["a"]),
+        ({"problem": "a", "solution": "no"}, ["a"]),
+        ({"query": "a", "response": "no"}, ["a"]),
+        ({"question_id": 81, "turns": ["a", "b"], "reference": ["no"]}, ["a", "b"]),
+    ],
+)
+def test_every_usual_form_of_a_row_gives_the_questions_without_the_answers(row: Any, texts: list[str]) -> None:
+    prompt = parse_row(json.dumps(row).encode(), "f:1", column=None)
+    assert prompt.turns == [[_user(text)] for text in texts]
+    assert prompt.prompt_id == ("81" if "question_id" in row else "f:1")
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ("no json", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"text": "a"}', "none of messages, conversations, prompt, input_ids, turns, instruction, question"),
+        ('{"turns": []}', "empty or not a list"),
+        ('{"turns": [1]}', "without content"),
+        ('{"question": " "}', "not a text with content"),
+        ('{"input_ids": [1, 2]}', "no text to compare"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(raw: str, reason: str) -> None:
+    with pytest.raises(BadPrompt, match=reason):
+        parse_row(raw.encode(), "f:1", column=None)
+
+
+def test_of_a_public_set_only_its_column_is_taken() -> None:
+    row = json.dumps({"id": 7, "prompt": "no", "question": "yes", "input": "no"}).encode()
+    assert parse_row(row, "f:1", column="question").turns == [[_user("yes")]]
+    with pytest.raises(BadPrompt):
+        parse_row(row, "f:1", column="instruction")

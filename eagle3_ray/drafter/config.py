@@ -42,10 +42,10 @@ class DrafterConfig:
     vocab_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]  # hidden_states indices of the target
-    default_layers: bool  # they are the engines' default, so an engine finds them unnamed too
     fc_norm: bool = False
     norm_output: bool = False
     mla: MLASizes | None = None
+    deepseek_target: bool = False  # its SGLang class counts layer ids in its own way
 
     def __post_init__(self) -> None:
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -97,7 +97,7 @@ class DrafterConfig:
             )
         heads, hidden = int(target["num_attention_heads"]), int(target["hidden_size"])
         mla = None
-        if target.get("kv_lora_rank"):
+        if _is_deepseek(target):
             mla = _mla_sizes(target, missing_q_rank=1536)
         return cls(
             hidden_size=hidden,
@@ -113,18 +113,14 @@ class DrafterConfig:
             vocab_size=int(target["vocab_size"]),
             draft_vocab_size=draft_vocab_size,
             aux_layers=chosen,
-            default_layers=chosen == default,
             fc_norm=fc_norm,
             norm_output=norm_output,
             mla=mla,
+            deepseek_target=_is_deepseek(target),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """config.json as SGLang 0.5.23 and vLLM read it, for transformers 4 (rope_scaling) and 5 (rope_parameters).
-
-        SGLang counts `eagle_aux_hidden_state_layer_ids` from the layer whose output is taken, vLLM from the layer whose
-        input is: the default layers are left unnamed for the Llama style, and both engines then take them.
-        """
+        """config.json as SGLang 0.5.23 and vLLM read it, for transformers 4 (rope_scaling) and 5 (rope_parameters)."""
         rope = dict(self.rope)
         scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
         config: dict[str, Any] = {
@@ -147,7 +143,7 @@ class DrafterConfig:
             "draft_vocab_size": self.draft_vocab_size,
             "tie_word_embeddings": False,
             "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": served_layer_ids(self.aux_layers, self.mla is not None),
+                "eagle_aux_hidden_state_layer_ids": served_layer_ids(self.aux_layers, self.deepseek_target),
                 "use_aux_hidden_state": True,
             },
             "fc_norm": self.fc_norm,
@@ -166,10 +162,10 @@ class DrafterConfig:
         Raises:
             DrafterConfigError: another architecture, more than one layer, or a switch that is not trained here.
         """
-        base = cls.from_target(target_config)
+        base = cls.from_target(target_config, draft_vocab_size=1)
         architecture = (config.get("architectures") or ["missing"])[0]
         mla = architecture == MLA
-        if not mla and architecture not in (LLAMA, "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"):
+        if not mla and architecture not in (LLAMA, "Eagle3LlamaForCausalLM"):
             raise DrafterConfigError(f"architectures {architecture!r}: only {LLAMA} and {MLA} drafters are known.")
         eagle = config.get("eagle_config") or {}
         for field, value in {
@@ -181,7 +177,7 @@ class DrafterConfig:
             if value:
                 raise DrafterConfigError(f"{field} {config.get(field)!r} of the drafter's config is not trained here.")
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-        layers = hidden_states_indices(ids, mla) if ids else base.aux_layers
+        layers = hidden_states_indices(ids, base.deepseek_target) if ids else base.aux_layers
         heads = int(config["num_attention_heads"])
         sizes = _mla_sizes(config, missing_q_rank=None) if mla else None
         has_rope = config.get("rope_parameters") or config.get("rope_theta")
@@ -194,19 +190,19 @@ class DrafterConfig:
             if sizes
             else int(config.get("head_dim") or int(config["hidden_size"]) // heads),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=int(config.get("max_position_embeddings", base.max_position_embeddings)),
+            max_position_embeddings=max(int(config.get("max_position_embeddings", 0)), base.max_position_embeddings),
             rope=_rope_of(config) if has_rope else base.rope,
             vocab_size=int(config["vocab_size"]),
             draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
             aux_layers=layers,
-            default_layers=layers == base.aux_layers,
             fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
             norm_output=bool(config.get("norm_output", False)),
             mla=sizes,
+            deepseek_target=base.deepseek_target,
         )
 
 
-def served_layer_ids(aux_layers: Sequence[int], mla: bool) -> list[int]:
+def served_layer_ids(aux_layers: Sequence[int], deepseek_target: bool) -> list[int]:
     """SGLang's `eagle_aux_hidden_state_layer_ids` of these hidden_states indices.
 
     sglang 0.5.23: Llama-like targets add 1 always, DeepSeek and Kimi only to a list that begins with 1.
@@ -214,7 +210,7 @@ def served_layer_ids(aux_layers: Sequence[int], mla: bool) -> list[int]:
     Raises:
         DrafterConfigError: DeepSeek layers that begin with 1, which no list can name.
     """
-    if not mla:
+    if not deepseek_target:
         return [layer - 1 for layer in aux_layers]
     if aux_layers[0] == 1:
         raise DrafterConfigError(
@@ -223,9 +219,9 @@ def served_layer_ids(aux_layers: Sequence[int], mla: bool) -> list[int]:
     return list(aux_layers)
 
 
-def hidden_states_indices(layer_ids: Sequence[int], mla: bool) -> tuple[int, ...]:
+def hidden_states_indices(layer_ids: Sequence[int], deepseek_target: bool) -> tuple[int, ...]:
     """The inverse of `served_layer_ids`."""
-    if not mla or layer_ids[0] == 1:
+    if not deepseek_target or layer_ids[0] == 1:
         return tuple(layer + 1 for layer in layer_ids)
     return tuple(layer_ids)
 
@@ -233,6 +229,10 @@ def hidden_states_indices(layer_ids: Sequence[int], mla: bool) -> tuple[int, ...
 def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) and "vocab_size" in inner else config
+
+
+def _is_deepseek(target: Mapping[str, Any]) -> bool:
+    return bool(target.get("kv_lora_rank"))
 
 
 def _mla_sizes(config: Mapping[str, Any], missing_q_rank: int | None) -> MLASizes:

@@ -49,7 +49,6 @@ def oracle_drafter(oracle: dict[str, Any]) -> Eagle3Drafter:
         vocab_size=sizes["vocab_size"],
         draft_vocab_size=sizes["draft_vocab_size"],
         aux_layers=tuple(sizes["aux_hidden_state_indices"]),
-        default_layers=True,
     )
     drafter = Eagle3Drafter(config)
     weights = {name.removeprefix("draft/"): tensor for name, tensor in oracle.items() if name.startswith("draft/")}
@@ -119,7 +118,6 @@ def test_three_tokens_give_the_loss_worked_out_on_paper() -> None:
         vocab_size=3,
         draft_vocab_size=2,
         aux_layers=(1, 2, 3),
-        default_layers=False,
     )
     drafter = Eagle3Drafter(config)
     with torch.no_grad():

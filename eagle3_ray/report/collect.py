@@ -8,7 +8,8 @@ import re
 import time
 from typing import Any
 
-from eagle3_ray.report.data import CAPTURE, GENERATE, captured, generated
+from eagle3_ray.ledger import STAGE as GENERATE
+from eagle3_ray.report.data import CAPTURE, captured, generated
 from eagle3_ray.report.served import EVALUATE, evaluated
 from eagle3_ray.report.training import TRAIN, trained
 from eagle3_ray.runs import RunDir, RunError
@@ -41,7 +42,9 @@ def collect(run: RunDir) -> dict[str, Any]:
         EVALUATE: evaluated(run),
     }
     found["headline"] = _headline(found)
-    found["next"] = {stage: _next(run, manifest, stage) for stage in STAGES if not _complete(found[stage])}
+    streamed = found[TRAIN] is not None and found[CAPTURE] is None  # such a run has no capture stage
+    due = [stage for stage in STAGES if not _complete(found[stage]) and not (streamed and stage == CAPTURE)]
+    found["next"] = {stage: _next(run, manifest, stage) for stage in due}
     found["provenance"] = {stage: _provenance(entry) for stage, entry in manifest.items()}
     cleaned = without_secrets(found)
     assert isinstance(cleaned, dict)
@@ -89,15 +92,13 @@ def _complete(stage: dict[str, Any] | None) -> bool:
 
 
 def _next(run: RunDir, manifest: dict[str, Any], stage: str) -> str:
-    """The command that runs the stage: its own where it began, else the one before it with the other job's name."""
-    if stage in manifest and "command" in manifest[stage]:
-        return str(manifest[stage]["command"])
-    if stage == EVALUATE:
-        return f"python jobs/evaluate.py {run.stage(TRAIN) / 'drafter'}"
-    for earlier in STAGES[: STAGES.index(stage)][::-1]:
-        command = str(manifest.get(earlier, {}).get("command", ""))
-        if f"jobs/{earlier}.py" in command:
-            return command.replace(f"jobs/{earlier}.py", f"jobs/{stage}.py")
+    """The command that runs the stage: its own where it began, else an earlier stage's with the other job's name."""
+    for known in STAGES[: STAGES.index(stage) + 1][::-1]:
+        command = manifest.get(known, {}).get("command")
+        if command is not None:
+            command = str(command).replace(f"jobs/{known}.py", f"jobs/{stage}.py")  # jobs/pipeline.py stays as it is
+            questions = "" if stage != EVALUATE or "evaluate.prompts" in command else " evaluate.prompts=QUESTIONS"
+            return command + questions
     return f"python jobs/{stage}.py PRESET_OR_YAML run.dir={run.path}"
 
 

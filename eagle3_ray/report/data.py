@@ -4,24 +4,27 @@ Rows stay in their Parquet files: DuckDB counts them there, and only a handful o
 Text appears here and nowhere else in a run: examples are decoded with special tokens visible.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.ledger import STAGE as GENERATE
-from eagle3_ray.ledger import Ledger
+from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import RunDir
 from eagle3_ray.target.files import TargetError, resolve
+from eagle3_ray.target.on_policy import OnPolicyLimits
 
 CAPTURE = "capture"
 
 _BINS = 24
+_SMALLEST = 1e-8  # differences under it are rounding of the float32 that they are stored in
 _REASONS = 6  # kinds of rejection that are shown with examples,
 _EXAMPLES = 2  # and so many of each
 _PROMPT_TAIL, _ANSWER_HEAD, _ANSWER_TAIL = 60, 80, 60  # tokens of an example
-_MEMORY = {"memory_limit": "1GB"}
+_MEMORY: dict[str, Any] = {"memory_limit": "1GB"}
 _LEAST_FILES = 8  # fewer committed files are no curve
 
 _LENGTHS = """
@@ -35,7 +38,8 @@ SELECT quantile_disc(latency_s, [0.5, 0.9, 0.99, 1.0]), count(*) FILTER (attempt
 WHERE latency_s IS NOT NULL
 """
 _ENDPOINTS = """
-SELECT endpoint, count(*) AS rows, sum(len(output_ids))::BIGINT AS output_tokens, round(median(latency_s), 2) AS median_s
+SELECT endpoint, count(*) AS rows, sum(len(output_ids))::BIGINT AS output_tokens,
+       round(median(latency_s), 2) AS median_s
 FROM read_parquet($files) WHERE endpoint IS NOT NULL GROUP BY endpoint ORDER BY endpoint
 """
 _FILES = """
@@ -52,18 +56,18 @@ WHERE regexp_replace(reason, '[0-9]+', 'N', 'g') = $kind ORDER BY sequence_id LI
 
 
 def generated(run: RunDir) -> dict[str, Any] | None:
-    """The generate stage: counts, lengths and ends by partition, speed, rejections with examples. None before it ran."""
-    entry = run.manifest().get(GENERATE)
+    """The generate stage: counts, lengths and ends, speed, rejections with examples. None before it ran."""
+    entry = run.manifest().get(STAGE)
     if entry is None:
         return None
     import duckdb
 
     config = entry.get("config", {})
-    ledger, summary = Ledger(run), run.summary(GENERATE) or {}
+    ledger, summary = Ledger(run), run.summary(STAGE) or {}
     sequences, rejected = ledger.files(SEQUENCES), ledger.files(REJECTED)
     counts = ledger.count(config.get("audit", {}).get("boundary_ids", []))
     found: dict[str, Any] = {
-        "status": _status(run, GENERATE),
+        "status": _status(run, STAGE),
         "model": config.get("target", {}).get("model"),
         "sampling": {k: entry["fingerprint"].get(f"generate.{k}") for k in ("temperature", "top_p", "max_new_tokens")},
         "expected": summary.get("expected"),
@@ -86,9 +90,9 @@ def generated(run: RunDir) -> dict[str, Any] | None:
             found["lengths"] = _lengths(db, sequences)
             found["latency_s"] = _latency(db, sequences)
             found["endpoints"] = _records(db, _ENDPOINTS, {"files": sequences})
-            by_file = dict(db.execute(_FILES, {"files": sequences}).fetchall())
-            best = summary.get("servers_best_tokens_per_second")
-            found["speed"]["over_time"] = _over_time(by_file, best)
+            by_file = db.execute(_FILES, {"files": sequences}).fetchall()
+            written = [(Path(file).stat().st_mtime, tokens) for file, tokens in by_file]
+            found["speed"]["over_time"] = over_time(written, summary.get("servers_best_tokens_per_second"))
         if rejected:
             found |= _rejections(db, rejected, config.get("target", {}))
     return found
@@ -96,16 +100,19 @@ def generated(run: RunDir) -> dict[str, Any] | None:
 
 def captured(run: RunDir) -> dict[str, Any] | None:
     """The capture stage: what is stored, and how far each answer is from what the target says of it now."""
-    if CAPTURE not in run.manifest():
+    entry = run.manifest().get(CAPTURE)
+    if entry is None:
         return None
     import duckdb
 
     summary = run.summary(CAPTURE) or {}
+    limits = vars(OnPolicyLimits())
     names = ("expected", "rows", "quarantined", "tokens", "tokens_per_second", "bytes", "bytes_per_token")
     found: dict[str, Any] = {
         "status": _status(run, CAPTURE),
         **{name: summary.get(name) for name in names},
         "by_reason": summary.get("quarantined_by_reason", {}),
+        "limit": asdict(limits[dtype]) if (dtype := entry["fingerprint"].get("capture.dtype")) in limits else None,
         "scores": None,
         "warnings": list(summary.get("warnings", [])),
         "stopped_by": summary.get("stopped_by"),
@@ -114,8 +121,8 @@ def captured(run: RunDir) -> dict[str, Any] | None:
     if files:
         with duckdb.connect(config=_MEMORY) as db:
             found["scores"] = {
-                name: _histogram(db, files, name)
-                for name in ("mean_difference", "argmax_agreement")
+                "mean_difference": _histogram(db, files, "mean_difference", log=True),
+                "argmax_agreement": _histogram(db, files, "argmax_agreement"),
             }
     return found
 
@@ -157,27 +164,34 @@ def _latency(db: Any, files: list[str]) -> dict[str, Any] | None:
     }
 
 
-def _histogram(db: Any, files: Sequence[str], column: str) -> dict[str, Any] | None:
-    """Counts of a column in bins of one width, and its median, 99th percentile and extremes. None without values."""
-    low, high, quantiles = db.execute(
-        f"SELECT min({column}), max({column}), quantile_disc({column}, [0.01, 0.5, 0.99]) FROM read_parquet($1) "
-        f"WHERE isfinite({column})",
+def _histogram(db: Any, files: Sequence[str], column: str, log: bool = False) -> dict[str, Any] | None:
+    """Counts of a column in bins of one width, or of one ratio (`log`), its median, 99th percentile and extremes.
+
+    None without values. Values under the first edge of a `log` histogram count in its first bin.
+    """
+    low, high, p50, p99 = db.execute(
+        f"SELECT min({column}), max({column}), quantile_disc({column}, 0.5), quantile_disc({column}, 0.99) "
+        f"FROM read_parquet($1) WHERE isfinite({column})",
         [list(files)],
     ).fetchone()
     if low is None:
         return None
-    width = (high - low) / _BINS or 1.0
+    first, last = (math.log10(max(low, _SMALLEST)), math.log10(max(high, _SMALLEST))) if log else (low, high)
+    width = (last - first) / _BINS or 1.0
+    value = f"log10(greatest({column}, {_SMALLEST}))" if log else column
     counts = [0] * _BINS
     for place, count in db.execute(
-        f"SELECT least(floor(({column} - $low) / $width), {_BINS - 1})::INT, count(*) FROM read_parquet($files) "
-        f"WHERE isfinite({column}) GROUP BY 1",
-        {"low": low, "width": width, "files": list(files)},
+        f"SELECT greatest(least(floor(({value} - $first) / $width), {_BINS - 1}), 0)::INT, count(*) "
+        f"FROM read_parquet($files) WHERE isfinite({column}) GROUP BY 1",
+        {"first": first, "width": width, "files": list(files)},
     ).fetchall():
         counts[place] = count
+    edges = [first + i * width for i in range(_BINS + 1)]
     return {
-        "edges": [low + i * width for i in range(_BINS + 1)],
+        "edges": [10**edge for edge in edges] if log else edges,
         "counts": counts,
-        **dict(zip(("p01", "p50", "p99"), quantiles, strict=True)),
+        "p50": p50,
+        "p99": p99,
         "min": low,
         "max": high,
     }
@@ -196,26 +210,25 @@ def _speed(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _over_time(tokens_by_file: dict[str, int], best: float | None) -> dict[str, Any] | None:
-    """Committed answer tokens/s by minutes since the first file, from the times at which files were written.
+def over_time(written: Sequence[tuple[float, int]], best: float | None) -> dict[str, Any] | None:
+    """Answer tokens/s by minutes since the first file, from the time at which each file was written and its tokens.
 
     None where that says nothing: a few files, or a run that was copied (all files written faster than servers answer).
     """
-    if len(tokens_by_file) < _LEAST_FILES:
+    if len(written) < _LEAST_FILES:
         return None
-    written = sorted((Path(file).stat().st_mtime, tokens) for file, tokens in tokens_by_file.items())
-    start, end = written[0][0], written[-1][0]
-    later = sum(tokens for _, tokens in written[1:])  # the first file's tokens came before its time
-    if end <= start or (best and later / (end - start) > 2 * best):
+    (start, _), *later = sorted(written)  # the first file's tokens came before its time
+    end = later[-1][0]
+    if end <= start or (best and sum(tokens for _, tokens in later) / (end - start) > 2 * best):
         return None
-    bins = min(_BINS * 2, len(written) // 2)
+    bins = min(2 * _BINS, len(written) // 2)
     width = (end - start) / bins
-    tokens = [0] * bins
-    for moment, count in written[1:]:
-        tokens[min(int((moment - start) / width), bins - 1)] += count
+    sums = [0] * bins
+    for moment, tokens in later:
+        sums[min(int((moment - start) / width), bins - 1)] += tokens
     return {
         "minutes": [round((i + 1) * width / 60, 3) for i in range(bins)],
-        "tokens_per_second": [round(count / width, 1) for count in tokens],
+        "tokens_per_second": [round(tokens / width, 1) for tokens in sums],
     }
 
 
@@ -244,8 +257,10 @@ class _Decoder:
         """The first `head` and the last `tail` tokens."""
         if len(ids) <= head + tail:
             return self._renderer.text(ids)
-        left_out = f" [… {len(ids) - head - tail:,} tokens …] "
-        return (self._renderer.text(ids[:head]) if head else "") + left_out + self._renderer.text(ids[-tail:])
+        if not head:
+            return "… " + self._renderer.text(ids[-tail:])
+        left_out = f"\n[… {len(ids) - head - tail:,} tokens left out …]\n"
+        return self._renderer.text(ids[:head]) + left_out + self._renderer.text(ids[-tail:])
 
 
 def _renderer(target: dict[str, Any]) -> tuple[_Decoder | None, str | None]:

@@ -1,4 +1,4 @@
-"""The page: report.html from report.json and the plots made of it. One file, no script, nothing loaded from elsewhere."""
+"""The page: report.html made of report.json and its plots. One file, no script, nothing loaded from elsewhere."""
 
 import re
 from collections.abc import Sequence
@@ -37,12 +37,22 @@ def _plots(report: dict[str, Any]) -> dict[str, Markup]:
             best = generate["speed"]["servers_best_tokens_per_second"]
             drawn["speed"] = plots.speed_over_time(generate["speed"]["over_time"], best)
     if (capture := report["capture"]) and (scores := capture["scores"]):
-        for name, label in (
-            ("mean_difference", "mean difference of log-probabilities, nats"),
-            ("argmax_agreement", "share of tokens that are the target's first choice"),
-        ):
-            if scores[name]:
-                drawn[name] = plots.histogram(name, scores[name], label, "sequences", log=True)
+        limit = capture["limit"] or {}
+        if scores["mean_difference"]:
+            drawn["mean_difference"] = plots.histogram(
+                "mean_difference",
+                scores["mean_difference"],
+                "mean difference, nats a token",
+                "sequences",
+                limit=limit.get("mean_difference"),
+                rare=True,
+                log=True,
+            )
+        if scores["argmax_agreement"]:
+            label = "share of tokens that are the target's first choice"
+            drawn["argmax_agreement"] = plots.histogram(
+                "argmax_agreement", scores["argmax_agreement"], label, "sequences", rare=True
+            )
     if train := report["train"]:
         if train["curves"]:
             drawn["loss"] = plots.loss(train)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from eagle3_ray.report.svg import INK, MUTED, SERIES, colours, draw, legend_above
 
@@ -22,8 +22,8 @@ def lengths(found: Numbers) -> Markup:
 
     def paint(axes: list[Axes]) -> None:
         for (name, counts), axis in zip(partitions, axes, strict=True):
-            _bars(axis, edges, counts["stopped"], SERIES[0], "ended by itself")
-            _bars(axis, edges, counts["cut"], SERIES[1], "cut at the limit", bottom=counts["stopped"])
+            _bars(axis, edges, counts["stopped"], SERIES[0])
+            _bars(axis, edges, counts["cut"], SERIES[1], bottom=counts["stopped"])
             axis.set_yticks([])
             axis.grid(False)
             axis.set_title(name, loc="left", fontsize=10, color=INK, pad=2)
@@ -31,7 +31,9 @@ def lengths(found: Numbers) -> Markup:
         axes[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
     names = ", ".join(name for name, _ in partitions)
-    return draw("lengths", f"Histograms of answer lengths for {names}", paint, len(partitions), 0.55 + 0.72 * len(partitions))
+    return draw(
+        "lengths", f"Histograms of answer lengths for {names}", paint, len(partitions), 0.55 + 0.72 * len(partitions)
+    )
 
 
 def ends(found: Numbers) -> Markup:
@@ -45,7 +47,7 @@ def ends(found: Numbers) -> Markup:
         axis, places = axes[0], np.arange(len(partitions))
         axis.barh(places, stopped / total, color=SERIES[0], height=0.62, label="ended by itself")
         axis.barh(places, cut / total, left=stopped / total, color=SERIES[1], height=0.62, label="cut at the limit")
-        for place, share in zip(places, cut / total, strict=True):
+        for place, share in enumerate(cut / total):
             axis.text(1.01, place, f"{share:.0%} cut", va="center", color=MUTED, fontsize=9.5)
         _rows(axis, [name for name, _ in partitions])
         axis.set_xlim(0, 1.16)
@@ -54,7 +56,9 @@ def ends(found: Numbers) -> Markup:
         legend_above(axis)
 
     said = ", ".join(f"{name} {share:.0%}" for (name, _), share in zip(partitions, cut / total, strict=True))
-    return draw("ends", f"Share of answers that were cut at the length limit: {said}", paint, 1, 1.0 + 0.36 * len(partitions))
+    return draw(
+        "ends", f"Share of answers that were cut at the length limit: {said}", paint, 1, 1.0 + 0.36 * len(partitions)
+    )
 
 
 def speed_over_time(over_time: Numbers, best: float | None) -> Markup:
@@ -72,23 +76,34 @@ def speed_over_time(over_time: Numbers, best: float | None) -> Markup:
     return draw("speed", "Answer tokens per second over the time of generating", paint)
 
 
-def histogram(name: str, found: Numbers, label: str, of: str, log: bool = False) -> Markup:
-    """One distribution, with its median marked."""
+def histogram(
+    name: str, found: Numbers, label: str, of: str, *, limit: float | None = None, rare: bool = False, log: bool = False
+) -> Markup:
+    """One distribution; dashed lines mark its median and the limit behind which values are set aside.
+
+    `rare` has a logarithmic scale of counts, so that a single outlier shows; `log` has one of values.
+    """
 
     def paint(axes: list[Axes]) -> None:
         axis = axes[0]
-        _bars(axis, np.asarray(found["edges"], float), found["counts"], SERIES[0], of)
-        if log:
+        _bars(axis, np.asarray(found["edges"], float), found["counts"], SERIES[0])
+        if rare:
             axis.set_yscale("log")
-            axis.set_ylim(bottom=0.7)
+            axis.set_ylim(0.7, 2.5 * max(found["counts"]))
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axis.axvline(found["p50"], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-        axis.annotate(
-            f" median {found['p50']:.3g}", (found["p50"], 1), xycoords=("data", "axes fraction"), va="bottom", fontsize=9.5
-        )
+            axis.yaxis.set_minor_locator(NullLocator())
+        if log:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+            axis.xaxis.set_minor_locator(NullLocator())
+        for value, colour, what in ((found["p50"], INK, "median"), (limit, SERIES[1], "limit")):
+            if value is not None:
+                axis.axvline(value, color=colour, linewidth=1.2, linestyle=(0, (4, 3)), label=f"{what} {value:.3g}")
+        legend_above(axis)
         _labels(axis, label, of)
 
-    return draw(name, f"Histogram of {label} over {of}; median {found['p50']:.3g}, 99% at most {found['p99']:.3g}", paint)
+    said = f"median {found['p50']:.3g}, 99% at most {found['p99']:.3g}, largest {found['max']:.3g}"
+    return draw(name, f"Histogram of {label} over {of}; {said}", paint)
 
 
 def loss(train: Numbers) -> Markup:
@@ -101,7 +116,12 @@ def loss(train: Numbers) -> Markup:
         if checks:
             points = [check["loss"] for check in checks]
             axis.plot(
-                [c["step"] for c in checks], points, "o-", color=SERIES[1], markersize=3.5, label="held out, first drafted token"
+                [c["step"] for c in checks],
+                points,
+                "o-",
+                color=SERIES[1],
+                markersize=3.5,
+                label="held out, first drafted token",
             )
         legend_above(axis, 2)
         _labels(axis, "step", "loss")
@@ -166,10 +186,19 @@ def acceptance(drafters: Sequence[Numbers], datasets: Sequence[str]) -> Markup:
         for place, (drafter, colour) in enumerate(zip(drawn, _drafter_colours(drawn), strict=True)):
             values = [drafter["datasets"].get(name, {}).get("acceptance_length") for name in rows]
             at = np.arange(len(rows)) + (place - (len(drawn) - 1) / 2) * height
-            axis.barh(at, [(value or 1) - 1 for value in values], left=1, height=height * 0.88, color=colour, label=drafter["name"])
+            axis.barh(
+                at,
+                [(value or 1) - 1 for value in values],
+                left=1,
+                height=height * 0.88,
+                color=colour,
+                label=drafter["name"],
+            )
             for y, value in zip(at, values, strict=True):
                 if value is not None:
-                    axis.text(value, y, f" {value:.2f}", va="center", fontsize=9.5)
+                    axis.annotate(
+                        f"{value:.2f}", (value, y), (4, 0), textcoords="offset points", va="center", fontsize=9.5
+                    )
         _rows(axis, rows)
         axis.margins(x=0.12)
         axis.set_xlim(left=1)
@@ -177,10 +206,13 @@ def acceptance(drafters: Sequence[Numbers], datasets: Sequence[str]) -> Markup:
         axis.set_xlabel("tokens a target step (1 is plain decoding)")
 
     said = "; ".join(
-        f"{name}: " + ", ".join(f"{d['name']} {d['datasets'][name]['acceptance_length']}" for d in drawn if name in d["datasets"])
+        f"{name}: "
+        + ", ".join(f"{d['name']} {d['datasets'][name]['acceptance_length']}" for d in drawn if name in d["datasets"])
         for name in rows
     )
-    return draw("acceptance", f"Acceptance length by dataset. {said}", paint, 1, 1.1 + (0.22 + 0.24 * len(drawn)) * len(rows))
+    return draw(
+        "acceptance", f"Acceptance length by dataset. {said}", paint, 1, 1.1 + (0.22 + 0.24 * len(drawn)) * len(rows)
+    )
 
 
 def accepted_drafts(drafter: Numbers, datasets: Sequence[str]) -> Markup:
@@ -202,7 +234,9 @@ def accepted_drafts(drafter: Numbers, datasets: Sequence[str]) -> Markup:
         axes[-1].set_xlabel("accepted drafts in a verify step")
 
     said = "; ".join(f"{name} {drafter['datasets'][name]['histogram']}" for name in rows)
-    return draw("drafts", f"Verify steps by number of accepted drafts: {said}", paint, len(rows), 0.6 + 1.05 * len(rows))
+    return draw(
+        "drafts", f"Verify steps by number of accepted drafts: {said}", paint, len(rows), 0.6 + 1.05 * len(rows)
+    )
 
 
 def serving_speed(drafters: Sequence[Numbers]) -> Markup:
@@ -223,7 +257,8 @@ def serving_speed(drafters: Sequence[Numbers]) -> Markup:
         _labels(axis, "requests at once", "answer tokens/s")
 
     said = "; ".join(
-        f"{drafter['name']}: " + ", ".join(f"{one['tokens_per_second']:,.0f} at {one['concurrency']}" for one in drafter["speed"])
+        f"{drafter['name']}: "
+        + ", ".join(f"{one['tokens_per_second']:,.0f} at {one['concurrency']}" for one in drafter["speed"])
         for drafter in drafters
     )
     return draw("serving-speed", f"Answer tokens per second by requests at once. {said}", paint)
@@ -237,11 +272,10 @@ def _drafter_colours(drafters: Sequence[Numbers]) -> list[str]:
 
 
 def _bars(
-    axis: Axes, edges: np.ndarray[Any, Any], counts: Sequence[int], colour: str, label: str, bottom: Sequence[int] | None = None
+    axis: Axes, edges: np.ndarray[Any, Any], counts: Sequence[int], colour: str, bottom: Sequence[int] | None = None
 ) -> None:
-    axis.bar(
-        edges[:-1], counts, np.diff(edges) * 0.92, bottom=0 if bottom is None else bottom, align="edge", color=colour, label=label
-    )
+    base = [0] * len(counts) if bottom is None else bottom
+    axis.bar(edges[:-1], counts, np.diff(edges) * 0.92, bottom=base, align="edge", color=colour)
 
 
 def _rows(axis: Axes, names: Sequence[str]) -> None:
@@ -254,8 +288,11 @@ def _rows(axis: Axes, names: Sequence[str]) -> None:
 def _labels(axis: Axes, x: str, y: str) -> None:
     axis.set_xlabel(x)
     axis.set_ylabel(y)
-    axis.xaxis.set_major_locator(MaxNLocator(6)) if axis.get_xscale() == "linear" else None
-    if axis.get_xscale() == "linear" and axis.get_xlim()[1] >= 1000:
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    if axis.get_yscale() == "linear" and axis.get_ylim()[1] >= 1000:
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for one, scale, limits in (
+        (axis.xaxis, axis.get_xscale(), axis.get_xlim()),
+        (axis.yaxis, axis.get_yscale(), axis.get_ylim()),
+    ):
+        if scale == "linear" and limits[1] >= 1000:
+            one.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if axis.get_xscale() == "linear":
+        axis.xaxis.set_major_locator(MaxNLocator(6))

@@ -32,6 +32,7 @@ def evaluated(run: RunDir) -> dict[str, Any] | None:
         "settings": {name: settings.get(name) for name in names},
         "engine": next((engine["engine"] for engine in engines.values()), None),
         "drafters": sorted(drafters, key=lambda drafter: order.index(drafter["role"])),
+        "concurrencies": sorted({one["concurrency"] for drafter in drafters for one in drafter["speed"]}),
         "datasets": sorted({name for drafter in drafters for name in drafter["datasets"]}),
         "warnings": list(summary.get("warnings", [])),
         "stopped_by": summary.get("stopped_by"),
@@ -44,7 +45,9 @@ def _drafter(run: RunDir, name: str, engine: Mapping[str, Any]) -> dict[str, Any
     lossless = engine.get("lossless")
     role = _role(run, name)
     return {
-        "name": {"none": "no drafter", "fresh": "before training", "trained": "after training"}.get(role, Path(name).name),
+        "name": {"none": "no drafter", "fresh": "before training", "trained": "after training"}.get(
+            role, Path(name).name
+        ),
         "role": role,
         "folder": None if role == "none" else name,
         "all": groups.get(_EVERYTHING),

@@ -7,11 +7,12 @@ business. Text is kept as text: it scales, is found by a search and is read alou
 import io
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import matplotlib
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from markupsafe import Markup, escape
 
 INK, MUTED, GRID, PAPER = "#010101", "#010102", "#010103", "#010104"
 SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116", "#010117", "#010118")
@@ -19,7 +20,7 @@ _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} 
     colour: f"--s{number}" for number, colour in enumerate(SERIES, start=1)
 }
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "eagle3_ray",  # the same input gives the same bytes
     "text.parse_math": False,  # a name may hold a dollar sign
@@ -53,7 +54,9 @@ _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org
 
 def legend_above(axes: Axes, columns: int = 4) -> None:
     """A legend over the plot, where it covers no data."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.2, columnspacing=1.2)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.2, columnspacing=1.2
+    )
 
 
 def draw(name: str, alt: str, paint: Callable[[list[Axes]], None], rows: int = 1, height: float = _HEIGHT) -> Markup:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_ray.runs import RunDir
-from eagle3_ray.trainer import LOG, read_log
+from eagle3_ray.train_log import LOG, read_log
 
 TRAIN = "train"
 
@@ -49,7 +49,10 @@ def _curves(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         "step": [group[-1]["step"] for group in groups],
         "loss": [_mean([line["loss"] for line in group]) for group in groups],
         "step_accuracies": [
-            [_mean([line["step_accuracies"][k] for line in group if len(line["step_accuracies"]) > k]) for group in groups]
+            [
+                _mean([line["step_accuracies"][k] for line in group if len(line["step_accuracies"]) > k])
+                for group in groups
+            ]
             for k in range(depth)
         ],
         "tokens_per_second": [_mean([line["tokens_per_second"] for line in group]) for group in groups],

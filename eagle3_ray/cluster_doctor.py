@@ -210,6 +210,7 @@ def judge_endpoint(url: str, answers: Mapping[str, dict[str, Any] | str]) -> Ite
         yield Finding("FAIL", url, f"{node} gets no answer ({reason})", remedy)
     if info is None:
         return
+    yield Finding("OK", url, f"it is SGLang {info.get('version')} and serves {info.get('model_path')}")
     if info.get("speculative_algorithm") and not info.get("enable_return_aux_hidden_states"):
         remedy = "Start it without --speculative-algorithm: a target is measured and recorded without its drafter."
         yield Finding("FAIL", url, f"it speculates ({info['speculative_algorithm']})", remedy)
@@ -218,7 +219,6 @@ def judge_endpoint(url: str, answers: Mapping[str, dict[str, Any] | str]) -> Ite
     if info.get("reasoning_parser"):
         remedy = "The probe of a job (jobs/generate.py ... --dry-run) shows whether ids suffer; better start without."
         yield Finding("WARN", url, f"it has the reasoning parser {info['reasoning_parser']}", remedy)
-    yield Finding("OK", url, f"SGLang {info.get('version')} serves {info.get('model_path')}")
 
 
 def _with_clock(facts: NodeFacts, probe: Any) -> NodeFacts:

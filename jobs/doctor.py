@@ -10,8 +10,12 @@ import argparse
 import os
 import sys
 
+from ray.exceptions import RayError
+
 from eagle3_ray import cluster, cluster_doctor, doctor
 from eagle3_ray.runs import RunDir, RunError
+
+_NO_RAY = "Is Ray up at RAY_ADDRESS (`ray status` there), and is ~/.ray/auth_token here the cluster's?"
 
 
 def main() -> int:
@@ -44,10 +48,14 @@ def main() -> int:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    cluster.connect()
     urls = [url.rstrip("/") for url in arguments.endpoints.split(",") if url]
-    key = os.environ[arguments.api_key_env] if arguments.api_key_env else None
-    findings = cluster_doctor.examine(arguments.storage, urls, arguments.sglang_python, key)
+    key = os.environ.get(arguments.api_key_env) if arguments.api_key_env else None
+    try:
+        cluster.connect()
+        findings = cluster_doctor.examine(arguments.storage, urls, arguments.sglang_python, key)
+    except (ConnectionError, RayError) as error:
+        print(f"FAIL ray: {str(error).strip().splitlines()[0]} {_NO_RAY}")
+        return 1
     print("\n".join(map(str, findings)))
     return int(any(finding.level == "FAIL" for finding in findings))
 

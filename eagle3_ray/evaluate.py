@@ -2,15 +2,22 @@
 
 prompt sets -> the plain engine answers every turn, and so fixes the prompts of later turns -> each drafter's engine
 answers the same prompt ids -> acceptance length, histogram, tokens/s, lossless check -> a diagnosis where the figure
-cannot be believed -> a table and a JSON file. Engines run one after the other, so that none disturbs another.
+cannot be believed -> a table and a summary. Engines run one after the other, so that none disturbs another.
 """
 
+import hashlib
+import json
+import os
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
+from eagle3_ray import cluster
 from eagle3_ray.acceptance.engine import (
     EngineFailed,
     EngineInfo,
@@ -21,12 +28,13 @@ from eagle3_ray.acceptance.engine import (
 )
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
-from eagle3_ray.acceptance.serving import CPU, PLAIN, Serving
+from eagle3_ray.acceptance.serving import PLAIN, Serving
 from eagle3_ray.acceptance.suspicion import examine
 from eagle3_ray.acceptance.table import by_group, table
-from eagle3_ray.errors import explain
+from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import write_json
+from eagle3_ray.runs import SUCCESS, RunDir, WriterLock
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.sglang_cpu.processes import ServerFailed
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
@@ -47,13 +55,88 @@ class EvaluateSettings:
     steps: int = 5  # drafts a verify step, in a chain
     concurrencies: tuple[int, ...] = (1, 8)  # speed is measured at each; the rest at the last
     speed_prompts: int = 32  # prompts of each speed measurement
-    expected: float | None = None  # acceptance length that training or replay found
-    launch: str = CPU
+    expected: tuple[tuple[str, float], ...] = ()  # acceptance length of a drafter that training found
+    launch: str = ""  # the command that starts SGLang, with gpus
+    gpus: int = 0  # 0 is the SGLang of this machine's CPU
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
     api_key: str | None = None
-    out: str | None = None  # the JSON file
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Runs the stage and returns its summary; a run that was evaluated with these drafters and settings is left alone.
+
+    Raises:
+        ConfigError, PromptSourceError, TargetError, RunError: before anything is measured; says what to change.
+    """
+    run_dir = RunDir(config.run.dir)
+    settings = settings_of(config)
+    with WriterLock(run_dir):
+        key = _key(settings)
+        if run_dir.succeeded_with(STAGE, key) and (known := run_dir.summary(STAGE)) is not None:
+            print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
+            _say(table(known["engines"]))
+            return known
+        if settings.gpus:
+            cluster.connect()
+            cluster.require(cluster.Need("engine", 1, 1, settings.gpus))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
+        summary = evaluate(settings)
+        run_dir.write_summary(STAGE, summary)
+        if summary["status"] == "complete":
+            run_dir.succeed(STAGE, key)
+        return summary
+
+
+def dry_run(config: Config) -> str:
+    """What would be measured, for people; starts nothing."""
+    settings = settings_of(config)
+    questions = load_questions(settings.prompts, settings.limit)
+    turns = sum(question.turns for question in questions)
+    engines = [f"{name} ({dict(settings.endpoints).get(name, 'started here')})" for name in (PLAIN, *settings.drafters)]
+    return (
+        f"{len(questions)} questions, {turns} answers of at most {settings.max_new_tokens} tokens from each engine: "
+        f"{', '.join(engines)}"
+    )
+
+
+def settings_of(config: Config) -> EvaluateSettings:
+    """The settings of the `evaluate` section. Without drafters these are the run's own, as it began and as it ended.
+
+    Raises:
+        ConfigError: no questions, or no drafter to measure.
+    """
+    section, run_dir = config.evaluate, RunDir(config.run.dir)
+    trained, fresh = run_dir.stage("train") / "drafter", run_dir.stage("train") / "initial"
+    drafters = section.drafters or [str(folder) for folder in (fresh, trained) if folder.is_dir()]
+    if not drafters:
+        raise ConfigError(
+            f"{run_dir.path} has no drafter to evaluate. Train one, or set evaluate.drafters=FOLDER[,...]."
+        )
+    if not section.prompts:
+        raise ConfigError("evaluate.prompts names no questions. Set evaluate.prompts=FILE[,FILE].")
+    expected = {str(fresh): 1.0}
+    if (found := (run_dir.summary("train") or {}).get("chain_acceptance_length")) is not None:
+        expected[str(trained)] = found
+    return EvaluateSettings(
+        target=config.target.model,
+        drafters=tuple(drafters),
+        prompts=tuple(section.prompts),
+        limit=section.limit,
+        max_new_tokens=section.max_new_tokens,
+        steps=section.steps,
+        concurrencies=tuple(section.concurrencies),
+        speed_prompts=section.speed_prompts,
+        expected=tuple((drafter, expected[drafter]) for drafter in drafters if drafter in expected),
+        launch=config.target.launch,
+        gpus=section.gpus,
+        endpoints=tuple((name, url) for name, _, url in (word.rpartition("=") for word in section.endpoints)),
+        boundary_ids=tuple(config.audit.boundary_ids),
+        trust_remote_code=config.target.trust_remote_code,
+        api_key=os.environ.get(config.generate.api_key_env or ""),
+    )
 
 
 def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
@@ -74,8 +157,8 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
             engines[drafter], found = _measure_drafter(work, drafter, plain)
             warnings += [f"{drafter}: {warning}" for warning in found]
             _say(table(engines))
-    except (EngineFailed, ServerFailed) as error:
-        stopped_by = explain(error)
+    except (EngineFailed, ServerFailed, ray.exceptions.RayError) as error:
+        stopped_by = explain(root_cause(error))
     except (SystemExit, KeyboardInterrupt) as end:
         stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
     best = max(
@@ -83,7 +166,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         key=lambda drafter: engines[drafter]["acceptance"]["all"]["acceptance_length"] or 0.0,
         default=None,
     )
-    summary = {
+    return {
         "stage": STAGE,
         "status": "stopped" if stopped_by else "complete",
         "stopped_by": stopped_by,
@@ -91,13 +174,10 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "best_drafter": best,
         "acceptance_length": engines[best]["acceptance"]["all"]["acceptance_length"] if best else None,
         "wall_s": round(time.monotonic() - started, 1),
-        "settings": {name: value for name, value in asdict(settings).items() if name != "api_key"},
+        "settings": _told(settings),
         "target": work.target.fingerprint(),
         "engines": engines,
     }
-    if settings.out:
-        write_json(Path(settings.out), summary)
-    return summary
 
 
 @dataclass(frozen=True)
@@ -136,8 +216,26 @@ def _prepare(settings: EvaluateSettings) -> _Work:
         load_questions(settings.prompts, settings.limit),
         Renderer(target.folder, trust_remote_code=settings.trust_remote_code, boundary_ids=settings.boundary_ids),
         Sampling(settings.max_new_tokens, settings.temperature, 1.0, False, target.vocab_size, frozenset(stops)),
-        Serving(target.folder, settings.steps, settings.launch, settings.endpoints),
+        Serving(_served_model(target), settings.steps, settings.launch, settings.gpus, settings.endpoints),
     )
+
+
+def _served_model(target: TargetFiles) -> str:
+    """What SGLang loads: the folder, or the model's name where the folder has no weights."""
+    return target.name if target.fingerprint()["target.weights"] is None else str(target.folder)
+
+
+def _told(settings: EvaluateSettings) -> dict[str, Any]:
+    return {name: value for name, value in asdict(settings).items() if name != "api_key"}
+
+
+def _key(settings: EvaluateSettings) -> str:
+    """Of all that a measurement depends on, the drafters' files included."""
+    digest = hashlib.sha256(json.dumps(_told(settings)).encode())
+    for path in sorted(path for drafter in settings.drafters for path in Path(drafter).glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _measure_plain(work: _Work) -> _Plain:
@@ -169,7 +267,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str
         info,
         Path(drafter),
         acceptance["all"].length,
-        settings.expected,
+        dict(settings.expected).get(drafter),
         work.target,
         plain.answers.served,
         settings.steps,

@@ -29,13 +29,12 @@ Recorded = Sequence[tuple[TokenSequence, States]]
 class Evidence:
     """What a diagnosis is made from.
 
-    `recorded` are greedy answers of the served target (some dozens are enough), with its states at the layers that the
-    drafter's config names; `at_layers` gives the states of the same sequences at other layers.
+    `at_layers` gives greedy answers of the served target (some are enough), always the same ones, with its states at
+    the layers that are asked for.
     """
 
     target_config: Mapping[str, Any]  # of the language model
     embed_tokens: Tensor  # [V, H]
-    recorded: Recorded
     at_layers: Callable[[tuple[int, ...]], Recorded]
     steps: int
 
@@ -52,26 +51,26 @@ class Change:
     judged_by: Recorded
 
 
-def changes(drafter: Eagle3Drafter, evidence: Evidence) -> Iterator[Change]:
-    """All changes, one at a time."""
-    yield from _orders(drafter, evidence)
-    yield from _neighbours(drafter, evidence)
+def changes(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> Iterator[Change]:
+    """All changes, one at a time; `recorded` has the states of the layers that the drafter names."""
+    yield from _orders(drafter, recorded)
+    yield from _neighbours(drafter, evidence, recorded)
     for cause, what, remedy, changed in [*_flags(drafter), *_ropes(drafter, evidence), _absolute_ids(drafter)]:
-        yield Change(cause, what, remedy, changed, evidence.recorded, evidence.recorded)
-    yield _learned_map(drafter, evidence)
+        yield Change(cause, what, remedy, changed, recorded, recorded)
+    yield _learned_map(drafter, evidence, recorded)
 
 
-def _orders(drafter: Eagle3Drafter, evidence: Evidence) -> Iterator[Change]:
+def _orders(drafter: Eagle3Drafter, recorded: Recorded) -> Iterator[Change]:
     layers = drafter.config.aux_layers
     for order in itertools.permutations(range(len(layers))):
         if order != tuple(range(len(layers))):
-            recorded = [
+            reordered = [
                 (sequence, replace(states, aux_hidden=_reordered(states.aux_hidden, order)))
-                for sequence, states in evidence.recorded
+                for sequence, states in recorded
             ]
             what = f"Giving fc the layers in the order {[layers[i] for i in order]} instead of {list(layers)}"
             remedy = "Export the drafter with the layers in the order that training captured them in."
-            yield Change("layer ids", what, remedy, drafter, recorded, evidence.recorded)
+            yield Change("layer ids", what, remedy, drafter, reordered, recorded)
 
 
 def _reordered(aux_hidden: Tensor, order: Sequence[int]) -> Tensor:
@@ -79,14 +78,14 @@ def _reordered(aux_hidden: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([thirds[i] for i in order], dim=-1)
 
 
-def _neighbours(drafter: Eagle3Drafter, evidence: Evidence) -> Iterator[Change]:
+def _neighbours(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> Iterator[Change]:
     layers = drafter.config.aux_layers
     for shift in (-1, 1):
         shifted = tuple(layer + shift for layer in layers)
         if min(shifted) >= 1 and max(shifted) < int(evidence.target_config["num_hidden_layers"]):
             what = f"Capturing layers {list(shifted)} instead of {list(layers)}"
             remedy = "The layers were named in another engine's convention; ours are HF hidden_states indices."
-            yield Change("layer ids", what, remedy, drafter, evidence.at_layers(shifted), evidence.recorded)
+            yield Change("layer ids", what, remedy, drafter, evidence.at_layers(shifted), recorded)
 
 
 _Reading = tuple[str, str, str, Eagle3Drafter]
@@ -121,10 +120,10 @@ def _absolute_ids(drafter: Eagle3Drafter) -> _Reading:
     return "vocabulary map", "Reading d2t as absolute ids", "Write d2t as offsets, target id - i.", changed
 
 
-def _learned_map(drafter: Eagle3Drafter, evidence: Evidence) -> Change:
+def _learned_map(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> Change:
     """Learns from every other answer what each draft token means; the rest of the answers judge it."""
     seen: dict[int, Counter[int]] = defaultdict(Counter)
-    for sequence, states in evidence.recorded[::2]:
+    for sequence, states in recorded[::2]:
         ids, first = torch.from_numpy(sequence.ids).long(), sequence.prompt_tokens
         drafts = first_drafts(drafter, evidence.embed_tokens, states.aux_hidden, ids, first)
         for draft, label in zip(drafts, ids[first + 1 :].tolist(), strict=True):
@@ -132,7 +131,7 @@ def _learned_map(drafter: Eagle3Drafter, evidence: Evidence) -> Change:
     learned = drafter.target_ids().clone()
     for draft, labels in seen.items():
         learned[draft] = labels.most_common(1)[0][0]
-    others = evidence.recorded[1::2]
+    others = recorded[1::2]
     what = "Reading each draft token as the target token that mostly follows where it is drafted"
     remedy = "d2t is not the map of lm_head's rows: inherit it at warm start and export it with the weights."
     return Change("vocabulary map", what, remedy, _with_ids(drafter, learned), others, others)

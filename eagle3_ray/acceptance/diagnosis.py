@@ -12,9 +12,10 @@ from typing import Any
 
 from eagle3_ray.acceptance.changes import Change, Evidence, Recorded, changes
 from eagle3_ray.acceptance.engine import EngineInfo
-from eagle3_ray.acceptance.folder import Finding, inspect_folder, read_config, read_tensors
+from eagle3_ray.acceptance.folder import Finding, inspect_folder
 from eagle3_ray.acceptance.replay import replay
-from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
+from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.drafter.model import Eagle3Drafter
 
 FAR_BELOW = 0.8
@@ -25,8 +26,11 @@ _WORKS = 1.15  # without a training figure: a drafter that accepts less than thi
 
 
 def is_suspicious(served: float | None, expected: float | None) -> bool:
-    """Whether an acceptance length asks for a diagnosis: none at all, exactly 1.0, or far below `expected`."""
-    return served is None or served == 1.0 or (expected is not None and served < FAR_BELOW * expected)
+    """Whether an acceptance length asks for a diagnosis: none at all, exactly 1.0, or far below `expected`.
+
+    `expected` 1.0 says that the drafter has learned nothing yet.
+    """
+    return served is None or (served == 1.0 and expected != 1.0) or served < FAR_BELOW * (expected or 0.0)
 
 
 def check_engine(info: EngineInfo, drafter: Path, steps: int) -> list[Finding]:
@@ -57,16 +61,17 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
     Args:
         served: the acceptance length in the engine, None where nothing was served (replay is judged alone).
         expected: training's figure for the same kind of prompts, None where it is not known.
-
-    Raises:
-        ValueError: `folder` holds no drafter.
     """
-    if findings := inspect_folder(folder, evidence.target_config):
+    try:
+        if findings := inspect_folder(folder, evidence.target_config):
+            return findings
+        drafter = load_for_replay(folder, evidence.target_config)
+    except (CheckpointError, DrafterConfigError) as error:
+        return [Finding("files", f"{error}", "Export the drafter again and validate the folder.")]
+    recorded = evidence.at_layers(drafter.config.aux_layers)
+    base = _accepts(drafter, evidence, recorded)
+    if findings := _named(drafter, evidence, recorded, base):
         return findings
-    drafter = load_for_replay(folder, evidence.target_config)
-    if findings := _named(evidence, drafter):
-        return findings
-    base = _accepts(drafter, evidence, evidence.recorded)
     accepts = f"On this target's own states the drafter accepts {base:.2f} tokens a step"
     if expected is not None and base < FAR_BELOW * expected:
         said = f"{accepts}, training said {expected:.2f}, and no other reading of its files helps."
@@ -87,22 +92,18 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
     return []
 
 
-def drafter_config(folder: Path, target_config: Mapping[str, Any]) -> DrafterConfig:
-    """The folder's config.json; what it leaves out (layers, RoPE) is the target's.
+def load_for_replay(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafter:
+    """The drafter of a folder, in float32; what its config leaves out (layers, RoPE) is the target's.
 
     Args:
-        target_config: of the language model. Its vocabulary is of no matter here; from_json holds its own default draft
-            vocabulary against it, which a small target's would not pass.
+        target_config: of the language model. Its vocabulary is of no matter here; `from_json` holds its own default
+            draft vocabulary against it, which a small target's would not pass.
+
+    Raises:
+        CheckpointError, DrafterConfigError: the folder does not hold what its config says.
     """
-    return DrafterConfig.from_json(read_config(folder), {**target_config, "vocab_size": 1 << 20})
-
-
-def load_for_replay(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafter:
-    """The drafter of a folder that `inspect_folder` found in order, in float32."""
-    drafter = Eagle3Drafter(drafter_config(folder, target_config))
-    own = drafter.state_dict()
-    drafter.load_state_dict({**own, **{name: t for name, t in read_tensors(folder).items() if name in own}})
-    drafter.float().eval()
+    drafter = load_drafter(folder, {**target_config, "vocab_size": 1 << 20})
+    drafter.eval()
     return drafter
 
 
@@ -110,13 +111,12 @@ def _accepts(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> 
     return replay(drafter, evidence.embed_tokens, recorded, evidence.steps).walked.length or 1.0
 
 
-def _named(evidence: Evidence, drafter: Eagle3Drafter) -> list[Finding]:
+def _named(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded, whole: float) -> list[Finding]:
     """The change that helps most, if it helps sharply."""
-    whole = _accepts(drafter, evidence, evidence.recorded)
     best: tuple[float, float, Change] | None = None
-    for change in changes(drafter, evidence):
+    for change in changes(drafter, evidence, recorded):
         judged_by = change.judged_by
-        base = whole if judged_by is evidence.recorded else _accepts(drafter, evidence, judged_by)
+        base = whole if judged_by is recorded else _accepts(drafter, evidence, judged_by)
         lifted = _accepts(change.drafter, evidence, change.recorded)
         if lifted - 1 >= max(_SHARPLY * (base - 1), base - 1 + _AT_LEAST) and (best is None or lifted > best[1]):
             best = base, lifted, change

@@ -4,16 +4,18 @@ SGLang 0.5.23 skips tensors whose names it does not know and leaves out, without
 folder that loads may still hold no drafter. Nothing is run here.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM")
+from eagle3_ray.drafter.checkpoints import plain_name, read_config, read_tensors
+from eagle3_ray.drafter.config import LLAMA, MLA
+from eagle3_ray.target.layers import text_config
+
+ARCHITECTURES = (LLAMA, MLA)
 _MIDLAYER = (
     "self_attn.o_proj",
     "mlp.gate_proj",
@@ -46,11 +48,11 @@ def inspect_folder(folder: Path, target_config: Mapping[str, Any]) -> list[Findi
         target_config: the target's config.json (a multimodal one with its text_config inside).
 
     Raises:
-        ValueError: no drafter folder at all: no config.json, no readable safetensors.
+        CheckpointError: no drafter folder at all: no config.json, no readable tensors.
     """
-    config, tensors = read_config(folder), read_tensors(folder)
-    inner = target_config.get("text_config")
-    target = inner if isinstance(inner, Mapping) and "vocab_size" in inner else target_config
+    config = read_config(folder)
+    tensors = {plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    target = text_config(dict(target_config))
     return [
         *_architecture(config),
         *_sizes(config, target),
@@ -62,29 +64,6 @@ def inspect_folder(folder: Path, target_config: Mapping[str, Any]) -> list[Findi
     ]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises ValueError where there is none that can be read."""
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is no drafter folder: config.json cannot be read ({error}).") from None
-    return config
-
-
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files, with `midlayer.` where they have `layers.0.`."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}). Export the drafter again.") from None
-    if not found:
-        raise ValueError(f"{folder} is no drafter folder: it has no *.safetensors with tensors in it.")
-    return {name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor for name, tensor in found.items()}
-
-
 def _architecture(config: Mapping[str, Any]) -> list[Finding]:
     named = (config.get("architectures") or [None])[0]
     if named in ARCHITECTURES:
@@ -93,7 +72,7 @@ def _architecture(config: Mapping[str, Any]) -> list[Finding]:
         Finding(
             "architecture",
             f"config.json names {named}, which is no EAGLE-3 drafter of SGLang.",
-            f"Set architectures to {ARCHITECTURES[0]}, or export again.",
+            f"Set architectures to {LLAMA}, or export again.",
         )
     ]
 
@@ -116,7 +95,7 @@ def _sizes(config: Mapping[str, Any], target: Mapping[str, Any]) -> list[Finding
 
 
 def _tensors(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
-    mla = (config.get("architectures") or [None])[0] == ARCHITECTURES[1]
+    mla = (config.get("architectures") or [None])[0] == MLA
     attention = _MLA_ATTENTION if mla else _LLAMA_ATTENTION
     needed = ["fc.weight", "norm.weight", "lm_head.weight"]
     needed += [f"midlayer.{name}.weight" for name in (*attention, *_MIDLAYER)]
@@ -195,7 +174,7 @@ def rope_theta(config: Mapping[str, Any]) -> float | None:
 
 def _fc_norm(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     switched_on = bool(config.get("fc_norm") or config.get("use_aux_norm"))
-    norms = sum(name.startswith(("fc_norm.", "aux_norm_")) for name in tensors)
+    norms = sum(name.startswith("fc_norm.") for name in tensors)
     if switched_on == (norms == 3):
         return []
     return [

@@ -1,77 +1,66 @@
 """Engines to measure in: one that runs already, or one that is started for the purpose and stopped behind it."""
 
-import os
-import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3_ray.sglang_cpu.processes import HOST, ServerProcess, free_port
+import ray
+
+from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang_cpu.server import Server
 
 PLAIN = "none"
 """The name, among drafters, of the engine without one."""
-CPU = "cpu"
 
 
 @dataclass(frozen=True)
 class Serving:
     """How the engines come to be.
 
-    `launch` is CPU (the SGLang of `sglang_cpu`) or the command that starts SGLang on this machine, its own arguments
-    included ("python -m sglang.launch_server --tp 8"); model, drafter and port are added to it. `endpoints` are engines
-    that run already, by drafter (as it was named, or PLAIN); only those that are missing there are started.
+    With `gpus`, `launch` starts SGLang on a node of the Ray cluster that has as many; without, it is the SGLang of
+    `sglang_cpu` on this machine. `endpoints` are engines that run already, by drafter (as it was named, or PLAIN);
+    only those that are missing there are started.
     """
 
-    target: Path
+    target: str  # folder, or the name that SGLang finds the model by
     steps: int  # drafted tokens a verify step, in a chain
-    launch: str = CPU
+    launch: str = ""
+    gpus: int = 0
     endpoints: tuple[tuple[str, str], ...] = ()
-    startup_timeout_s: float = 1800
 
     @contextmanager
     def engine(self, drafter: str) -> Iterator[str]:
-        """The URL of an engine with this drafter (a folder, or PLAIN).
+        """The URL of an engine with this drafter (a folder that its node sees, or PLAIN).
 
         Raises:
-            ServerFailed: it did not start; the message has the end of its log.
+            ServerFailed, RayError: it did not start; the message has the end of its log.
         """
         running = dict(self.endpoints).get(drafter)
+        speculation = [] if drafter == PLAIN else speculative_arguments(Path(drafter).absolute(), self.steps)
         if running is not None:
             yield running
-            return
-        folder = None if drafter == PLAIN else Path(drafter).absolute()
-        with self._server(folder) as server:
-            yield server.url
+        elif self.gpus:
+            with self._on_gpus(speculation) as url:
+                yield url
+        else:
+            with self._on_this_cpu(drafter, speculation) as server:
+                yield server.url
 
-    def _server(self, drafter: Path | None) -> ServerProcess:
-        port = free_port()
-        speculation = [] if drafter is None else speculative_arguments(drafter, self.steps)
-        if self.launch == CPU:
-            return Server(
-                self.target,
-                port=port,
-                drafter=drafter,
-                args=speculation,
-                startup_timeout_s=min(300, self.startup_timeout_s),
-            )
-        return ServerProcess(
-            [
-                *shlex.split(self.launch),
-                "--model-path",
-                str(self.target),
-                "--host",
-                HOST,
-                "--port",
-                str(port),
-                *speculation,
-            ],
-            port=port,
-            env=os.environ,
-            log=None,
-            startup_timeout_s=self.startup_timeout_s,
-        )
+    def _on_this_cpu(self, drafter: str, speculation: list[str]) -> Server:
+        folder = None if drafter == PLAIN else Path(drafter).absolute()
+        return Server(Path(self.target), drafter=folder, args=speculation)
+
+    @contextmanager
+    def _on_gpus(self, speculation: list[str]) -> Iterator[str]:
+        actor = ray.remote(ManagedServer).options(num_cpus=1, num_gpus=self.gpus, max_concurrency=4)
+        server = actor.remote(self.target, self.gpus, self.launch, speculation)
+        try:
+            yield ray.get(server.url.remote())
+        finally:
+            with suppress(ray.exceptions.RayError):  # it ended by itself, and its server with it
+                ray.get(server.stop.remote(), timeout=60)
+            ray.kill(server)
 
 
 def speculative_arguments(drafter: Path, steps: int) -> list[str]:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from eagle3_ray.acceptance.changes import Evidence, Recorded
-from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, drafter_config, is_suspicious
+from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious
 from eagle3_ray.acceptance.engine import EngineInfo, Served
 from eagle3_ray.acceptance.folder import Finding, inspect_folder
+from eagle3_ray.drafter.checkpoints import CheckpointError
 from eagle3_ray.target.files import TargetFiles
 from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.parts import load_parts
@@ -38,7 +39,7 @@ def examine(
     findings = check_engine(info, drafter, steps)
     if findings or not drafter.is_dir():
         return findings
-    findings = inspect_folder(drafter, target.config)
+    findings = _of_files(drafter, target)
     if findings or not is_suspicious(served, expected):
         return findings
     weights = sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))
@@ -51,16 +52,20 @@ def examine(
     sequences = _sequences(answers)
     if not sequences:
         return [Finding("unknown", "No answer is long enough to replay.", "Evaluate on prompts with longer answers.")]
-    config = text_config(target.config)
-    layers = drafter_config(drafter, config).aux_layers
     evidence = Evidence(
-        target_config=config,
+        target_config=text_config(target.config),
         embed_tokens=load_parts(target.folder, torch.float32).embed_tokens,
-        recorded=_record(target.folder, sequences, layers),
-        at_layers=lambda others: _record(target.folder, sequences, others),
+        at_layers=lambda layers: _record(target.folder, sequences, layers),
         steps=steps,
     )
     return diagnose_folder(drafter, evidence, served, expected)
+
+
+def _of_files(drafter: Path, target: TargetFiles) -> list[Finding]:
+    try:
+        return inspect_folder(drafter, target.config)
+    except CheckpointError as error:
+        return [Finding("files", f"{error}", "Export the drafter again and validate the folder.")]
 
 
 def _sequences(answers: Sequence[Served]) -> list[TokenSequence]:

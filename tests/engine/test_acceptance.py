@@ -84,14 +84,10 @@ def settings(model: Path, prompts: Path, drafter: Path, **more: Any) -> Evaluate
 
 
 def test_engine_reference_decoder_and_replay_count_the_same_verify_steps(
-    cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter: Eagle3Drafter, drafter_folder: Path, tmp_path: Path
+    cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter: Eagle3Drafter, drafter_folder: Path
 ) -> None:
-    out = tmp_path / "evaluate.json"
-    summary = evaluate(
-        settings(cpu_model, prompt_set, drafter_folder, endpoints=(("none", cpu_server.url),), out=str(out))
-    )
+    summary = evaluate(settings(cpu_model, prompt_set, drafter_folder, endpoints=(("none", cpu_server.url),)))
     assert (summary["status"], summary["stopped_by"], summary["warnings"]) == ("complete", None, [])
-    assert json.loads(out.read_text()) == json.loads(json.dumps(summary))
     engine = summary["engines"][str(drafter_folder)]
     assert engine["lossless"] == {"answers": 3, "equal": 3, "unexplained": 0, "mismatches": []}
     assert set(engine["acceptance"]) == {"all", "without loops", "chat", "chat/short", "zeros"}

@@ -67,7 +67,7 @@ def record(target: Any, layers: tuple[int, ...] = LAYERS) -> Recorded:
 
 def make_evidence(target: Any) -> Evidence:
     embed = target.get_input_embeddings().weight.detach()
-    return Evidence(TARGET, embed, record(target), lambda layers: record(target, layers), STEPS)
+    return Evidence(TARGET, embed, lambda layers: record(target, layers), STEPS)
 
 
 def train(target: Any, recorded: Recorded, rounds: int = 110) -> Eagle3Drafter:
@@ -107,9 +107,10 @@ def write(drafter: Eagle3Drafter, folder: Path) -> Path:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     target = make_target(0)
     evidence = make_evidence(target)
-    folder = write(train(target, evidence.recorded), tmp_path_factory.mktemp("world") / "drafter")
+    recorded = evidence.at_layers(LAYERS)
+    folder = write(train(target, recorded), tmp_path_factory.mktemp("world") / "drafter")
     drafter = load_for_replay(folder, TARGET)
-    length = replay(drafter, evidence.embed_tokens, evidence.recorded, STEPS).walked.length
+    length = replay(drafter, evidence.embed_tokens, recorded, STEPS).walked.length
     assert length is not None
     assert length > 1.8, "else there is nothing to lose by sabotage"
     return World(folder, evidence, length)
@@ -199,8 +200,7 @@ def test_layer_ids_that_do_not_rise_are_named_without_running_anything(break_it:
 def test_layers_named_in_another_convention_are_named(world: World, break_it: Callable[..., Path]) -> None:
     eagle = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4], "use_aux_hidden_state": True}  # SGLang: outputs of these
     folder = break_it({"eagle_config": eagle})
-    served = replace(world.evidence, recorded=world.evidence.at_layers((3, 4, 5)))
-    [finding] = diagnose_folder(folder, served, served=1.0, expected=world.length)
+    [finding] = diagnose_folder(folder, world.evidence, served=1.0, expected=world.length)
     assert finding.cause == "layer ids"
     assert "Capturing layers [2, 3, 4] instead of [3, 4, 5]" in finding.evidence
 
@@ -268,3 +268,4 @@ def test_a_server_of_another_drafter_or_chain_is_named_and_the_right_one_is_not(
 def test_exactly_one_nothing_at_all_and_far_below_training_are_suspicious() -> None:
     assert [is_suspicious(served, 2.0) for served in (None, 1.0, 1.59, 1.61)] == [True, True, True, False]
     assert [is_suspicious(served, None) for served in (1.0, 1.01)] == [True, False]
+    assert not is_suspicious(1.0, 1.0), "a drafter before its training"

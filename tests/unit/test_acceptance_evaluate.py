@@ -10,8 +10,10 @@ import pytest
 
 from eagle3_ray import evaluate as stage
 from eagle3_ray.acceptance import engine
-from eagle3_ray.evaluate import EvaluateSettings, evaluate
+from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.evaluate import EvaluateSettings, dry_run, evaluate, run, settings_of
 from eagle3_ray.prompts import PromptSourceError
+from eagle3_ray.runs import RunDir
 from tests.fakes.sglang_server import FakeServer
 from tests.tiny_target import IM_END, VOCAB_SIZE
 
@@ -54,7 +56,6 @@ def settings(
         concurrencies=(1, 2),
         speed_prompts=2,
         endpoints=(("none", plain.url), ("/runs/drafter", drafted.url)),
-        out=str(tmp_path / "evaluate.json"),
     )
 
 
@@ -79,7 +80,7 @@ def test_a_drafter_is_measured_beside_none_on_the_same_prompts(settings: Evaluat
     assert summary["best_drafter"] == "/runs/drafter"
     assert summary["settings"]["max_new_tokens"] == 11
     assert "api_key" not in summary["settings"]
-    assert json.loads(Path(settings.out or "").read_text()) == json.loads(json.dumps(summary))
+    assert json.dumps(summary), "all of it is JSON"
 
 
 def test_another_answer_than_the_plain_engines_is_a_warning(
@@ -124,3 +125,62 @@ def test_prompts_that_are_not_there_are_an_error_before_any_engine_starts(
     monkeypatch.setattr(stage, "engine_info", pytest.fail)
     with pytest.raises(PromptSourceError, match="does not exist"):
         evaluate(replace(settings, prompts=("/nowhere",)))
+
+
+@pytest.fixture
+def config(settings: EvaluateSettings, tmp_path: Path) -> Config:
+    endpoints = [f"{name}={url}" for name, url in settings.endpoints]
+    return Config.model_validate(
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "target": {"model": settings.target},
+            "prompts": {"path": "unused"},
+            "evaluate": {
+                "prompts": list(settings.prompts),
+                "drafters": list(settings.drafters),
+                "endpoints": endpoints,
+                "max_new_tokens": 11,
+                "steps": 3,
+                "concurrencies": [1, 2],
+                "speed_prompts": 2,
+            },
+        }
+    )
+
+
+def with_evaluate(config: Config, **fields: Any) -> Config:
+    return config.model_copy(update={"evaluate": config.evaluate.model_copy(update=fields)})
+
+
+def test_the_stage_takes_its_settings_from_the_configuration(config: Config, settings: EvaluateSettings) -> None:
+    expected = replace(settings, launch=config.target.launch)
+    assert settings_of(config) == expected
+    assert dry_run(config) == (
+        f"5 questions, 6 answers of at most 11 tokens from each engine: none ({dict(settings.endpoints)['none']}), "
+        f"/runs/drafter ({dict(settings.endpoints)['/runs/drafter']})"
+    )
+
+
+def test_the_runs_own_drafters_are_measured_where_none_is_named(config: Config) -> None:
+    with pytest.raises(ConfigError, match="has no drafter to evaluate"):
+        settings_of(with_evaluate(config, drafters=[]))
+    stage = RunDir(config.run.dir).stage("train")
+    for name in ("initial", "drafter"):
+        (stage / name).mkdir(parents=True)
+    RunDir(config.run.dir).write_summary("train", {"chain_acceptance_length": 1.9})
+    found = settings_of(with_evaluate(config, drafters=[]))
+    assert found.drafters == (str(stage / "initial"), str(stage / "drafter"))
+    assert found.expected == ((str(stage / "initial"), 1.0), (str(stage / "drafter"), 1.9))
+    with pytest.raises(ConfigError, match=r"evaluate\.prompts names no questions"):
+        settings_of(with_evaluate(config, prompts=[]))
+
+
+def test_a_run_that_was_evaluated_is_left_alone_until_its_settings_change(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(config)
+    assert first["status"] == "complete"
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "evaluate", pytest.fail)
+        assert run(config) == json.loads(json.dumps(first))
+    assert run(with_evaluate(config, limit=1))["engines"]["none"]["answers"] == 3

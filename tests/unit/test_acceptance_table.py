@@ -53,27 +53,9 @@ def test_the_table_has_a_line_for_each_engine_beside_none() -> None:
 
 
 def test_an_engine_that_runs_already_is_used_and_none_is_started() -> None:
-    serving = Serving(Path("/m"), 5, "false", endpoints=((PLAIN, "http://a"), ("/d", "http://b")))
+    serving = Serving("/m", 5, "false", endpoints=((PLAIN, "http://a"), ("/d", "http://b")))
     with serving.engine(PLAIN) as plain, serving.engine("/d") as drafted:
         assert (plain, drafted) == ("http://a", "http://b")
-
-
-def test_the_command_is_given_model_port_and_drafter(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    script = tmp_path / "serve.py"
-    script.write_text(
-        "import sys, http.server\n"
-        f"open({str(said)!r}, 'w').write('\\n'.join(sys.argv[1:]))\n"
-        "class H(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self): self.send_response(200); self.end_headers()\n"
-        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n"
-    )
-    with Serving(Path("/m"), 4, f"python {script} --tp 2").engine("/d/drafter") as url:
-        port = url.rpartition(":")[2]
-    assert said.read_text().split("\n") == [
-        "--tp", "2", "--model-path", "/m", "--host", "127.0.0.1", "--port", port,
-        *speculative_arguments(Path("/d/drafter"), 4),
-    ]  # fmt: skip
 
 
 def test_a_chain_of_four_drafts_needs_five_draft_tokens() -> None:

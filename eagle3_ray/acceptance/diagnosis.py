@@ -21,7 +21,8 @@ from eagle3_ray.drafter.model import Eagle3Drafter
 FAR_BELOW = 0.8
 """A served acceptance length under this share of the expected one is diagnosed."""
 _SHARPLY = 1.25  # a change has to multiply the accepted drafts by this much to be named,
-_AT_LEAST = 0.05  # and to add this much to the acceptance length
+_AT_LEAST = 0.05  # to add this much to the acceptance length,
+_BACK = 0.5  # and to bring back this share of the drafts that training had accepted, or this many where it is not known
 _WORKS = 1.15  # without a training figure: a drafter that accepts less than this has learned nothing of this target
 
 
@@ -70,7 +71,7 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
         return [Finding("files", f"{error}", "Export the drafter again and validate the folder.")]
     recorded = evidence.at_layers(drafter.config.aux_layers)
     base = _accepts(drafter, evidence, recorded)
-    if findings := _named(drafter, evidence, recorded, base):
+    if findings := _named(drafter, evidence, recorded, base, expected):
         return findings
     accepts = f"On this target's own states the drafter accepts {base:.2f} tokens a step"
     if expected is not None and base < FAR_BELOW * expected:
@@ -111,14 +112,21 @@ def _accepts(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> 
     return replay(drafter, evidence.embed_tokens, recorded, evidence.steps).walked.length or 1.0
 
 
-def _named(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded, whole: float) -> list[Finding]:
-    """The change that helps most, if it helps sharply."""
+def _named(
+    drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded, whole: float, expected: float | None
+) -> list[Finding]:
+    """The change that helps most, if it helps sharply.
+
+    Even a drafter with random weights gains a little by a vocabulary map that is fitted to it, so it has to help much.
+    """
+    enough = 1 + _BACK * (1 if expected is None else expected - 1)
     best: tuple[float, float, Change] | None = None
     for change in changes(drafter, evidence, recorded):
         judged_by = change.judged_by
         base = whole if judged_by is recorded else _accepts(drafter, evidence, judged_by)
         lifted = _accepts(change.drafter, evidence, change.recorded)
-        if lifted - 1 >= max(_SHARPLY * (base - 1), base - 1 + _AT_LEAST) and (best is None or lifted > best[1]):
+        sharply = lifted - 1 >= max(_SHARPLY * (base - 1), base - 1 + _AT_LEAST)
+        if sharply and lifted >= enough and (best is None or lifted > best[1]):
             best = base, lifted, change
     if best is None:
         return []

@@ -17,7 +17,7 @@ from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.protocol import TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget
 
-_ANSWERS = 8  # that are replayed, a dozen times over: some seconds each time on a CPU
+_ANSWERS = 12  # that are replayed, a dozen times over: some seconds each time on a CPU
 _SHORTEST, _LONGEST = 8, 96  # answer tokens: shorter ones say little, of longer ones the beginning is enough
 _LARGEST = 60e9  # bytes of weights that this process loads; a larger target is not replayed here
 

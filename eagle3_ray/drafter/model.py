@@ -14,11 +14,11 @@ differ by orders of magnitude in size, and Adam learns well only where inputs ar
 from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.mla import LatentAttention
+from eagle3_ray.drafter.mlp import MLP
 from eagle3_ray.drafter.norm import RMSNorm
 from eagle3_ray.drafter.rope import cos_sin, rope_frequencies, rotate_halves
 
@@ -69,17 +69,6 @@ class LlamaAttention(nn.Module):
 
     def output(self, heads: Tensor) -> Tensor:
         return cast(Tensor, self.o_proj(heads.flatten(-2)))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class MidLayer(nn.Module):

@@ -1,10 +1,13 @@
-# mypy: allow-subclassing-any, allow-untyped-decorators
-"""RMSNorm, computed in float32 whatever the dtype of its input."""
+"""RMSNorm, computed in float32 whatever the dtype of its input.
 
-from typing import cast
+Its gradient is written out: autograd would keep the normed input beside the input, at every step of the rollout.
+"""
+
+# mypy: allow-subclassing-any
+
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -17,5 +20,24 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return cast(Tensor, normed.to(x.dtype))
+        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With y = x rstd w: dw = sum(dy x rstd), dx = rstd (dy w - x rstd mean(dy w x rstd))."""
+        x, weight, rstd = ctx.saved_tensors
+        normed, grad = x.float() * rstd, grad.float()
+        d_weight = (grad * normed).sum(tuple(range(grad.dim() - 1)))
+        grad = grad * weight
+        mean = torch.linalg.vecdot(grad, normed)[..., None] / x.shape[-1]
+        return (grad - normed.mul_(mean)).mul_(rstd).to(x.dtype), d_weight.to(weight.dtype), None

@@ -25,7 +25,6 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
 from eagle3_ray.sglang.transport import get, open_session
-from eagle3_ray.target.sglang_server import plugin_environment
 
 _COMMAND_S = 60
 # Runs in SGLang's own Python, which need not hold this package: the plugin comes by PYTHONPATH, as a job brings it.
@@ -141,6 +140,8 @@ class NodeProbe:
 
 def ask_sglang(python: str) -> SGLang:
     """Asks the SGLang of that Python command for its version, and whether it finds and loads the capture plugin."""
+    from eagle3_ray.target.sglang_server import plugin_environment  # imports torch, which takes seconds
+
     with tempfile.TemporaryDirectory(prefix="eagle3_ray-") as scratch:
         # PYTHONPATH alone: with CAPTURE_DIR set, any later start of SGLang would take itself for a capturing one
         path = plugin_environment(Path(scratch), Path(scratch), 0)["PYTHONPATH"]

@@ -11,6 +11,7 @@ import yaml
 
 from eagle3_ray import metrics
 from eagle3_ray.config import load
+from eagle3_ray.states_cache import bytes_per_token
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KUBERAY = REPOSITORY / "deploy" / "kuberay"
@@ -230,3 +231,45 @@ def test_the_dashboard_has_what_grafana_needs_to_draw_it() -> None:
         taken |= cells
         for target in panel.get("targets", ()):
             assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+# ---- the plan on paper
+
+
+def table_row(first_cell: str) -> list[float]:
+    """The numbers of a row of docs/scale.md behind its first cell, in order."""
+    lines = (REPOSITORY / "docs" / "scale.md").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"| {first_cell}")]
+    cells = line.strip("| ").split(" | ")[1:]
+    return [float(number) for cell in cells for number in re.findall(r"\d+(?:\.\d+)?", cell.replace(",", ""))]
+
+
+def hours(tokens: float, a_second: float) -> list[float]:
+    """On 1, 4 and 16 nodes, several of them at 0.95 of linear."""
+    return [tokens / (a_second * nodes * (1 if nodes == 1 else 0.95)) / 3600 for nodes in (1, 4, 16)]
+
+
+def test_the_paper_plan_adds_up() -> None:
+    bf16, fp8 = bytes_per_token(7168, "bf16"), bytes_per_token(7168, "fp8")
+    assert (bf16, fp8) == (57_344, 28_688)
+    sample, answer = 828e9 / bf16 / 10_000, 225 * 5.3 * 3600 / 10_000
+    assert (round(sample), round(answer)) == (1444, 429)
+    tokens, answers = 144.4e6, 42.9e6
+    generate = hours(answers, 930)
+    assert table_row("generate at 930") == pytest.approx(generate, rel=0.02)
+    assert table_row("generate as the seed") == pytest.approx(hours(answers, 225), rel=0.02)
+    capture = hours(tokens, 20_000)
+    assert table_row("capture once, into") == pytest.approx(capture, rel=0.02)
+    assert table_row("capture once at") == pytest.approx(hours(tokens, 3_165), rel=0.02)
+    seen = 4 * tokens
+    train = [seen * bf16 / 2e9 / 3600, seen / (3 * 20_000) / 3600, seen / (12 * 20_000) / 3600]
+    assert table_row("train, 4 passes") == pytest.approx(train, rel=0.02)
+    load = 3 * 600 / 2 / 3600
+    total = [generate[0] + capture[0] + train[0] + load + 0.3]
+    total += [g + t + load + 0.3 for g, t in zip(generate[1:], train[1:], strict=True)]
+    assert table_row("loading 600 GB") == pytest.approx([load] * 3)
+    assert table_row("**sum**")[-3:] == pytest.approx(total, rel=0.02)
+    assert table_row("cache of states, bf16 / fp8")[:2] == pytest.approx(
+        [tokens * bf16 / 1e12, tokens * fp8 / 1e12], rel=0.02
+    )
+    assert table_row("reading a bf16 cache") == [round(seen * bf16 / 1e12)]

@@ -44,3 +44,11 @@ def test_chinese_and_japanese_count_by_the_character_and_composed_accents_like_o
     texts.add("bench", "fr", ["un café très serré"])
     assert texts.overlap(["请问法国的首都"]) == Overlap("bench", "zh", "法 国 的 首")
     assert texts.overlap(["un cafe\u0301 tre\u0300s serre\u0301"]) == Overlap("bench", "fr", "un café très serré")
+
+
+def test_words_that_stand_in_two_evaluation_sets_are_reported_for_the_first() -> None:
+    texts = EvaluationTexts(ngram=2)
+    texts.add("first", "q1", ["one two"])
+    texts.add("second", "q1", ["one two three"])
+    assert texts.overlap(["one two"]) == Overlap("first", "q1", "one two")
+    assert texts.overlap(["two three"]) == Overlap("second", "q1", "two three")

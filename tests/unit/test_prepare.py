@@ -1,7 +1,9 @@
 """Prompt partitions out of files and public sets: what is dropped, what is set aside, and what is refused."""
 
+import errno
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -139,6 +141,7 @@ def test_the_generate_job_reads_each_kept_row_as_it_would_have_read_the_source(t
     ]
     path = _write(tmp_path / "a.jsonl", rows)
     prepare.run(str(tmp_path / "out"), [f"tools={path}"], against=[_prompts(tmp_path / "e.jsonl", ["x"]).split("=")[1]])
+    assert "世界" in (tmp_path / "out" / "tools.jsonl").read_text()  # people read these files
     (source,) = find(str(tmp_path / "out"))
     assert source.partition == "tools"
     assert [parse(raw, "") for _, raw in read(source)] == [parse(json.dumps(row).encode(), "") for row in rows]
@@ -291,6 +294,22 @@ def test_two_jobs_do_not_write_the_same_folder(tmp_path: Path) -> None:
         prepare.run(str(tmp_path / "out"), [source])
 
 
+def test_a_job_that_waited_while_another_made_the_folder_takes_what_that_one_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, enter = _prompts(tmp_path / "a.jsonl", ["x"]), str(tmp_path / "out"), WriterLock.__enter__
+    made: list[Any] = []
+
+    def let_another_go_first(lock: WriterLock) -> WriterLock:
+        monkeypatch.setattr(WriterLock, "__enter__", enter)
+        made.append(prepare.run(out, [source]))
+        return enter(lock)
+
+    monkeypatch.setattr(WriterLock, "__enter__", let_another_go_first)
+    assert prepare.run(out, [source]) == made[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
 # --- what is refused before anything is written
 
 
@@ -399,6 +418,20 @@ def test_the_command_ends_with_its_summary_and_the_exit_code_tells_setup_errors(
     refused = _job(str(tmp_path / "out"), "--source", first)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("FingerprintMismatch: ")
+
+
+def test_a_full_disk_stops_the_command_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: Any, **settings: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/a.jsonl")
+
+    monkeypatch.setattr(prepare, "run", full)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "out"), "--source", "a=b"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(REPOSITORY / "jobs" / "prepare.py"), run_name="__main__")
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("STOPPED: The disk is full (out/a.jsonl). Free some space")
 
 
 # --- the real prompts

@@ -20,7 +20,7 @@ def render(report: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"n": _number, "share": _share, "size": _size, "marked": _marked}
-    return environment.get_template("page.html.jinja").render(r=report, plots=_plots(report))
+    return environment.get_template("page.html.jinja").render(r=report, plots=_plots(report), most=plots.MOST_ROWS)
 
 
 def _plots(report: dict[str, Any]) -> dict[str, Markup]:

@@ -10,7 +10,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from eagle3_ray.report.svg import INK, MUTED, SERIES, colours, draw, legend_above
 
-_MOST_ROWS = 12  # partitions or datasets in a plot; the tables hold all
+MOST_ROWS = 12
+"""Partitions or datasets in one plot; the tables hold all."""
+_NAME = 20  # letters of a name beside bars
 
 Numbers = Mapping[str, Any]
 
@@ -18,7 +20,7 @@ Numbers = Mapping[str, Any]
 def lengths(found: Numbers) -> Markup:
     """Answer lengths, a small histogram for each partition, cut answers in another colour."""
     edges = np.asarray(found["edges"], float)
-    partitions = list(found["partitions"].items())[:_MOST_ROWS]
+    partitions = _largest(found["partitions"])
 
     def paint(axes: list[Axes]) -> None:
         for (name, counts), axis in zip(partitions, axes, strict=True):
@@ -26,19 +28,19 @@ def lengths(found: Numbers) -> Markup:
             _bars(axis, edges, counts["cut"], SERIES[1], bottom=counts["stopped"])
             axis.set_yticks([])
             axis.grid(False)
-            axis.set_title(name, loc="left", fontsize=10, color=INK, pad=2)
+            axis.set_title(_short(name, 3 * _NAME), loc="left", fontsize=10, color=INK, pad=4)
         axes[-1].set_xlabel("answer tokens")
         axes[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
     names = ", ".join(name for name, _ in partitions)
     return draw(
-        "lengths", f"Histograms of answer lengths for {names}", paint, len(partitions), 0.55 + 0.72 * len(partitions)
+        "lengths", f"Histograms of answer lengths for {names}", paint, len(partitions), 0.55 + 0.78 * len(partitions)
     )
 
 
 def ends(found: Numbers) -> Markup:
     """How answers ended, a bar for each partition."""
-    partitions = list(found["partitions"].items())[:_MOST_ROWS]
+    partitions = _largest(found["partitions"])
     stopped = np.array([sum(counts["stopped"]) for _, counts in partitions], float)
     cut = np.array([sum(counts["cut"]) for _, counts in partitions], float)
     total = np.maximum(stopped + cut, 1)
@@ -68,8 +70,10 @@ def speed_over_time(over_time: Numbers, best: float | None) -> Markup:
         axis = axes[0]
         axis.plot(over_time["minutes"], over_time["tokens_per_second"], color=SERIES[0], drawstyle="steps-pre")
         if best:
-            axis.axhline(best, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2)
-            axis.text(0, best, "the servers' best", va="bottom", color=MUTED, fontsize=9.5)
+            axis.axhline(
+                best, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label=f"the servers' best, {best:,.0f}"
+            )
+            legend_above(axis)
         axis.set_ylim(bottom=0)
         _labels(axis, "minutes since the first file", "answer tokens/s")
 
@@ -149,13 +153,20 @@ def accuracies(curves: Numbers) -> Markup:
 
 def chain_acceptance(checks: Sequence[Numbers]) -> Markup:
     """Chain acceptance length of the held-out sequences by step, partitions as thin lines."""
-    names = sorted({name for check in checks for name in check["partitions"]})[:_MOST_ROWS]
+    names = sorted({name for check in checks for name in check["partitions"]})[:MOST_ROWS]
 
     def paint(axes: list[Axes]) -> None:
         axis, steps = axes[0], [check["step"] for check in checks]
         for name, colour in zip(names if len(names) > 1 else [], colours(len(names) + 1)[1:], strict=False):
             known = [(c["step"], c["partitions"][name]) for c in checks if name in c["partitions"]]
-            axis.plot(*zip(*known, strict=True), color=colour, linewidth=1.1, marker="o", markersize=2.5, label=name)
+            axis.plot(
+                *zip(*known, strict=True),
+                color=colour,
+                linewidth=1.1,
+                marker="o",
+                markersize=2.5,
+                label=_short(name, _NAME),
+            )
         overall = [check["chain_acceptance_length"] for check in checks]
         axis.plot(steps, overall, "o-", color=SERIES[0], linewidth=2.4, markersize=4, label="all")
         legend_above(axis, 3)
@@ -178,7 +189,7 @@ def training_speed(curves: Numbers) -> Markup:
 
 def acceptance(drafters: Sequence[Numbers], datasets: Sequence[str]) -> Markup:
     """Acceptance length by dataset, a bar for each drafter, from 1 on: what plain decoding gives."""
-    rows, drawn = list(datasets)[:_MOST_ROWS], list(drafters)[:6]
+    rows, drawn = list(datasets)[:MOST_ROWS], list(drafters)[:6]
     height = 0.8 / len(drawn)
 
     def paint(axes: list[Axes]) -> None:
@@ -192,7 +203,7 @@ def acceptance(drafters: Sequence[Numbers], datasets: Sequence[str]) -> Markup:
                 left=1,
                 height=height * 0.88,
                 color=colour,
-                label=drafter["name"],
+                label=_short(drafter["name"], _NAME),
             )
             for y, value in zip(at, values, strict=True):
                 if value is not None:
@@ -217,7 +228,7 @@ def acceptance(drafters: Sequence[Numbers], datasets: Sequence[str]) -> Markup:
 
 def accepted_drafts(drafter: Numbers, datasets: Sequence[str]) -> Markup:
     """For each dataset, the share of verify steps that accepted 0, 1, 2, ... drafts."""
-    rows = [name for name in datasets if drafter["datasets"].get(name, {}).get("verify_steps")][:_MOST_ROWS]
+    rows = [name for name in datasets if drafter["datasets"].get(name, {}).get("verify_steps")][:MOST_ROWS]
 
     def paint(axes: list[Axes]) -> None:
         for name, axis in zip(rows, axes, strict=True):
@@ -226,7 +237,7 @@ def accepted_drafts(drafter: Numbers, datasets: Sequence[str]) -> Markup:
             axis.bar(range(len(shares)), shares, color=SERIES[0], width=0.72)
             for n, share in enumerate(shares):
                 axis.text(n, share, f"{share:.0%}", ha="center", va="bottom", fontsize=9, color=MUTED)
-            axis.set_title(name, loc="left", fontsize=10, color=INK, pad=2)
+            axis.set_title(_short(name, 3 * _NAME), loc="left", fontsize=10, color=INK, pad=4)
             axis.set_yticks([])
             axis.grid(False)
             axis.margins(y=0.25)
@@ -247,7 +258,9 @@ def serving_speed(drafters: Sequence[Numbers]) -> Markup:
         for drafter, colour in zip(drafters, _drafter_colours(drafters), strict=True):
             points = sorted((one["concurrency"], one["tokens_per_second"]) for one in drafter["speed"])
             if points:
-                axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=drafter["name"])
+                axis.plot(
+                    *zip(*points, strict=True), "o-", color=colour, markersize=4, label=_short(drafter["name"], _NAME)
+                )
         every = sorted({one["concurrency"] for drafter in drafters for one in drafter["speed"]})
         axis.set_xscale("log", base=2)
         axis.set_xticks(every, [str(n) for n in every])
@@ -262,6 +275,16 @@ def serving_speed(drafters: Sequence[Numbers]) -> Markup:
         for drafter in drafters
     )
     return draw("serving-speed", f"Answer tokens per second by requests at once. {said}", paint)
+
+
+def _largest(partitions: Mapping[str, Numbers]) -> list[tuple[str, Numbers]]:
+    """The partitions with the most answers, in their own order."""
+    kept = sorted(partitions, key=lambda name: -sum(partitions[name]["stopped"]) - sum(partitions[name]["cut"]))
+    return [(name, counts) for name, counts in partitions.items() if name in kept[:MOST_ROWS]]
+
+
+def _short(name: str, letters: int) -> str:
+    return name if len(name) <= letters else f"{name[: letters // 2]}…{name[-(letters // 2 - 1) :]}"
 
 
 def _drafter_colours(drafters: Sequence[Numbers]) -> list[str]:
@@ -279,7 +302,7 @@ def _bars(
 
 
 def _rows(axis: Axes, names: Sequence[str]) -> None:
-    axis.set_yticks(range(len(names)), names)
+    axis.set_yticks(range(len(names)), [_short(name, _NAME) for name in names])
     axis.tick_params(axis="y", labelcolor=INK)
     axis.invert_yaxis()
     axis.grid(False, axis="y")

@@ -6,6 +6,7 @@ business. Text is kept as text: it scales, is found by a search and is read alou
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,9 @@ def draw(name: str, alt: str, paint: Callable[[list[Axes]], None], rows: int = 1
     `name` keeps its ids apart from those of other figures on the page; `alt` says in words what is to be seen.
     """
     buffer = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # matplotlib's own font only measures the text; the browser has others for other scripts
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         paint(list(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]))
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -295,7 +295,7 @@ def test_acceptance_is_told_by_dataset_with_its_counts(page: _Text) -> None:
     assert "gsm8k 2.070 80 10,350 5,000" in page.text
     assert "mt_bench 1.730 80 8,650 5,000" in page.text
     assert "after training 31.0 × 1.55 131.0 × 1.31" in page.text
-    assert "After training: unchanged. All 160 answers are equal." in page.text
+    assert "With the drafter after training: unchanged. All 160 answers are equal." in page.text
 
 
 def test_counts_of_the_data_are_those_of_its_files(full: RunDir, page: _Text) -> None:
@@ -415,7 +415,9 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
     run.claim("capture", {}, {})
     run.claim("train", {}, {})
     page = _Text(write_report(run))
-    assert "This stage is not complete. The same command goes on from here: python jobs/generate.py p.yaml" in page.text
+    assert (
+        "This stage has not come to its end. Its command goes on from here: python jobs/generate.py p.yaml" in page.text
+    )
 
 
 def test_a_target_that_is_not_here_leaves_rejections_without_text(tmp_path: Path, target_folder: Path) -> None:

@@ -14,13 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_ray.acceptance.changes import Evidence, Recorded
 from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious, load_for_replay
-from eagle3_ray.acceptance.engine import EngineInfo
+from eagle3_ray.acceptance.engine import EngineInfo, Served
 from eagle3_ray.acceptance.folder import inspect_folder
+from eagle3_ray.acceptance.questions import EvalPrompt
 from eagle3_ray.acceptance.replay import replay
+from eagle3_ray.acceptance.suspicion import examine
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.packed import PackedBatch
 from eagle3_ray.drafter.rollout import TargetHead, rollout
+from eagle3_ray.target.files import TargetFiles
 from eagle3_ray.target.protocol import States, TokenSequence
 
 LAYERS, STEPS = (2, 3, 4), 3
@@ -263,6 +266,49 @@ def test_a_server_of_another_drafter_or_chain_is_named_and_the_right_one_is_not(
     assert check_engine(info(), Path("/runs/drafter"), 5) == []
     findings = check_engine(info(draft_model="/models/old", steps=3), Path("/runs/drafter"), 5)
     assert [finding.cause for finding in findings] == ["other drafter", "other chain"]
+
+
+@pytest.fixture(scope="module")
+def target_files(tmp_path_factory: pytest.TempPathFactory) -> TargetFiles:
+    folder = tmp_path_factory.mktemp("target")
+    make_target(0).save_pretrained(folder)
+    return TargetFiles("target", folder, json.loads((folder / "config.json").read_text()))
+
+
+def answers(world: World) -> list[Served]:
+    """What the plain engine would have answered."""
+    ids = [sequence.ids.tolist() for sequence, _ in world.evidence.at_layers(LAYERS)]
+    return [
+        Served(EvalPrompt("set", "", str(n), 0, tuple(s[:3])), tuple(s[3:]), "length", None) for n, s in enumerate(ids)
+    ]
+
+
+def test_a_served_figure_is_followed_up_on_the_served_answers(
+    world: World, break_it: Callable[..., Path], target_files: TargetFiles
+) -> None:
+    broken = break_it({"norm_output": False})
+    served = info(draft_model=str(broken), steps=STEPS)
+    [finding] = examine(served, broken, 1.0, world.length, target_files, answers(world), STEPS)
+    assert finding.cause == "norm_output"
+    assert examine(served, broken, world.length, world.length, target_files, answers(world), STEPS) == []
+    [finding] = examine(replace(served, algorithm="EAGLE"), broken, 1.0, None, target_files, answers(world), STEPS)
+    assert finding.cause == "algorithm"
+
+
+def test_where_nothing_can_be_replayed_the_figure_is_said_to_be_unknown(
+    world: World, target_files: TargetFiles, tmp_path: Path
+) -> None:
+    served = info(draft_model=str(world.folder), steps=STEPS)
+    [finding] = examine(served, world.folder, 1.0, None, replace(target_files, folder=tmp_path), answers(world), STEPS)
+    assert (finding.cause, "are not there" in finding.evidence) == ("unknown", True)
+    [finding] = examine(served, world.folder, 1.0, None, target_files, [], STEPS)
+    assert (finding.cause, "No answer is long enough" in finding.evidence) == ("unknown", True)
+
+
+def test_a_folder_that_holds_no_drafter_is_named_and_raises_nothing(target_files: TargetFiles, tmp_path: Path) -> None:
+    [finding] = examine(info(draft_model=str(tmp_path)), tmp_path, 1.0, None, target_files, [], 5)
+    assert finding.cause == "files"
+    assert "has no config.json" in finding.evidence
 
 
 def test_exactly_one_nothing_at_all_and_far_below_training_are_suspicious() -> None:

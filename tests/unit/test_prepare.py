@@ -165,6 +165,16 @@ def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path: Path) -> None:
     assert "not valid Unicode" in _lines(tmp_path / "out" / "_set_aside.jsonl")[0]["reason"]
 
 
+def test_tools_nested_to_any_depth_end_as_kept_or_bad_rows(tmp_path: Path) -> None:
+    nested = ['{"prompt": "a", "tools": ' + "[" * depth + "]" * depth + "}" for depth in range(1, 1200)]
+    summary = prepare.run(str(tmp_path / "out"), [f"a={_write(tmp_path / 'a.jsonl', nested)}"])
+    counts = summary["sources"]["a"]
+    assert _balanced(counts)
+    assert counts["kept"] > 500
+    assert counts["bad"] > 100
+    assert {row["reason"].split(":")[0] for row in _lines(tmp_path / "out" / "_set_aside.jsonl")} == {"not JSON"}
+
+
 def test_a_usual_system_prompt_in_an_evaluation_set_marks_nothing(tmp_path: Path) -> None:
     system = {"role": "system", "content": DUCKS}
     evaluation = _write(tmp_path / "e.jsonl", [{"messages": [system, _user("a question")]}])

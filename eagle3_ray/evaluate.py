@@ -53,7 +53,7 @@ class EvaluateSettings:
     max_new_tokens: int = 512
     temperature: float = 0.0
     steps: int = 5  # drafts a verify step, in a chain
-    concurrencies: tuple[int, ...] = (1, 8)  # speed is measured at each; the rest at the last
+    concurrencies: tuple[int, ...] = (1, 8)  # speed is measured at each, the rest at the highest
     speed_prompts: int = 32  # prompts of each speed measurement
     expected: tuple[tuple[str, float], ...] = ()  # acceptance length of a drafter that training found
     launch: str = ""  # the command that starts SGLang, with gpus
@@ -106,7 +106,7 @@ def settings_of(config: Config) -> EvaluateSettings:
     """The settings of the `evaluate` section. Without drafters these are the run's own, as it began and as it ended.
 
     Raises:
-        ConfigError: no questions, or no drafter to measure.
+        ConfigError: no questions, no drafter to measure, or an endpoint of none of them.
     """
     section, run_dir = config.evaluate, RunDir(config.run.dir)
     trained, fresh = run_dir.stage("train") / "drafter", run_dir.stage("train") / "initial"
@@ -117,6 +117,15 @@ def settings_of(config: Config) -> EvaluateSettings:
         )
     if not section.prompts:
         raise ConfigError("evaluate.prompts names no questions. Set evaluate.prompts=FILE[,FILE].")
+    endpoints = tuple((name, url) for name, _, url in (word.rpartition("=") for word in section.endpoints))
+    for name, url in endpoints:
+        if name not in (PLAIN, *drafters):
+            raise ConfigError(
+                f"evaluate.endpoints={name}={url}: write DRAFTER=URL with one of {PLAIN}, {', '.join(drafters)}."
+            )
+    for drafter in drafters:
+        if drafter not in dict(endpoints) and not Path(drafter).is_dir():
+            raise ConfigError(f"evaluate.drafters={drafter} is no folder. Name an exported drafter.")
     expected = {str(fresh): 1.0}
     if (found := (run_dir.summary("train") or {}).get("chain_acceptance_length")) is not None:
         expected[str(trained)] = found
@@ -132,7 +141,7 @@ def settings_of(config: Config) -> EvaluateSettings:
         expected=tuple((drafter, expected[drafter]) for drafter in drafters if drafter in expected),
         launch=config.target.launch,
         gpus=section.gpus,
-        endpoints=tuple((name, url) for name, _, url in (word.rpartition("=") for word in section.endpoints)),
+        endpoints=endpoints,
         boundary_ids=tuple(config.audit.boundary_ids),
         trust_remote_code=config.target.trust_remote_code,
         api_key=os.environ.get(config.generate.api_key_env or ""),
@@ -193,7 +202,7 @@ class _Work:
 
     @property
     def concurrency(self) -> int:
-        return self.settings.concurrencies[-1]
+        return max(self.settings.concurrencies)
 
 
 @dataclass(frozen=True)

@@ -168,11 +168,20 @@ def test_the_runs_own_drafters_are_measured_where_none_is_named(config: Config) 
     for name in ("initial", "drafter"):
         (stage / name).mkdir(parents=True)
     RunDir(config.run.dir).write_summary("train", {"chain_acceptance_length": 1.9})
-    found = settings_of(with_evaluate(config, drafters=[]))
+    found = settings_of(with_evaluate(config, drafters=[], endpoints=[]))
     assert found.drafters == (str(stage / "initial"), str(stage / "drafter"))
     assert found.expected == ((str(stage / "initial"), 1.0), (str(stage / "drafter"), 1.9))
     with pytest.raises(ConfigError, match=r"evaluate\.prompts names no questions"):
         settings_of(with_evaluate(config, prompts=[]))
+
+
+def test_a_drafter_that_is_not_there_and_an_endpoint_of_nobody_are_refused(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.drafters=/runs/drafter is no folder"):
+        settings_of(with_evaluate(config, endpoints=[]))
+    with pytest.raises(
+        ConfigError, match=r"endpoints=/runs/draft=http://x: write DRAFTER=URL with one of none, /runs/"
+    ):
+        settings_of(with_evaluate(config, endpoints=["/runs/draft=http://x"]))
 
 
 def test_a_run_that_was_evaluated_is_left_alone_until_its_settings_change(

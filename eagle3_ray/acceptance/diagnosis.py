@@ -37,8 +37,12 @@ def is_suspicious(served: float | None, expected: float | None) -> bool:
 def check_engine(info: EngineInfo, drafter: Path, steps: int) -> list[Finding]:
     """What the server says of itself, held against what it was to do."""
     if info.algorithm != "EAGLE3":
-        runs = f"runs --speculative-algorithm {info.algorithm}" if info.algorithm else "decodes without a drafter"
-        said = f"The server {runs}; an EAGLE-3 drafter is accepted there without a warning, its drafts are not."
+        said = "The server decodes without a drafter."
+        if info.algorithm:
+            said = (
+                f"The server runs --speculative-algorithm {info.algorithm}; there the drafter gets the last state in "
+                "place of its three layers and the target's head in place of its own, without a warning."
+            )
         return [Finding("algorithm", said, "Start it with --speculative-algorithm EAGLE3.")]
     findings = []
     if info.draft_model is not None and Path(info.draft_model).name != drafter.name:

@@ -32,8 +32,8 @@ def wired_drafter(folder: Path) -> Eagle3Drafter:
     """Random weights around one wire: the last captured layer, read by the target's own head.
 
     That layer knows the token which the drafter has just been given, so it is proposed once more: right where the
-    target repeats itself, wrong elsewhere. The wire is crossed twice, in fc and in lm_head: an engine that passes fc
-    by, as SGLang does with the older algorithm, proposes the least likely token.
+    target repeats itself, wrong elsewhere. The wire is crossed twice, in fc and in norm: with the older algorithm
+    sglang 0.5.23 passes fc and lm_head by (`set_embed_and_head`), and so proposes the least likely token.
     """
     torch.manual_seed(0)
     weights = load_file(folder / "model.safetensors")
@@ -44,8 +44,8 @@ def wired_drafter(folder: Path) -> Eagle3Drafter:
         if name.startswith("midlayer") and parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.01)
     drafter.fc.weight.data.copy_(torch.cat([torch.zeros(hidden, 2 * hidden), -torch.eye(hidden)], dim=1))
-    drafter.norm.weight.data.copy_(weights["model.norm.weight"])
-    drafter.lm_head.weight.data.copy_(-weights["model.embed_tokens.weight"][FIRST_ID : FIRST_ID + DRAFT_VOCAB])
+    drafter.norm.weight.data.copy_(-weights["model.norm.weight"])
+    drafter.lm_head.weight.data.copy_(weights["model.embed_tokens.weight"][FIRST_ID : FIRST_ID + DRAFT_VOCAB])
     drafter.d2t.fill_(FIRST_ID)
     drafter.t2d.zero_()[FIRST_ID : FIRST_ID + DRAFT_VOCAB] = True
     return drafter.eval()

@@ -29,7 +29,7 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.ledger import STAGE as GENERATE
 from eagle3_ray.runs import RunDir, RunError, WriterLock
-from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token
+from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
 
@@ -60,6 +60,7 @@ def run(config: Config) -> dict[str, Any]:
         cluster.connect()
         cluster.require(need(config.capture))
         run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        sweep(run_dir.stage(STAGE) / "shards")
         progress = Progress(plan)
         stopped_by = None
         try:
@@ -208,6 +209,7 @@ def settings_of(config: Config, sequences: Corpus, target: TargetFiles) -> Captu
         trust_remote_code=config.target.trust_remote_code,
         endpoints=tuple(capture.endpoints),
         server_args=tuple(capture.server_args),
+        launch=config.target.launch,
     )
 
 
@@ -293,6 +295,8 @@ class Progress:
         self.tokens += shard["tokens"]
         self.bytes += shard["bytes"]
         self.set_aside += shard["set_aside"]
+        for note in shard["notes"]:
+            print(note, file=sys.stderr)
         self.seconds = now - self._started
         if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
             self._said = now

@@ -4,7 +4,9 @@ Before the first sequence the target has to reproduce what the engine said of se
 every sequence is held against its recorded log-probabilities. What does not fit comes out with its reason.
 """
 
+import shlex
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +24,10 @@ from eagle3_ray.runs import RunError, WriterLock
 from eagle3_ray.states_cache import ShardWriter, encode
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, self_check
-from eagle3_ray.target.protocol import Target, TokenSequence
+from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TokenSequence
 
 _PROBES = 3
+_LIVES = 3
 
 SCORES_SCHEMA = pa.schema(
     [
@@ -57,6 +60,7 @@ class CaptureSettings:
     trust_remote_code: bool = False
     endpoints: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
+    launch: str = "python -m sglang.launch_server"
     limits: OnPolicyLimits = field(default_factory=OnPolicyLimits)
 
 
@@ -79,19 +83,17 @@ class Capturer:
 
     def __init__(self, settings: CaptureSettings, number: int = 0) -> None:
         torch.set_num_threads(max(1, int(settings.cpus)))
-        self._settings = settings
+        self._settings, self._number = settings, number
         self._corpus = settings.corpus
         self._parts = load_parts(settings.target, torch.float32 if settings.dtype == "float32" else torch.bfloat16)
-        self._target = _open(settings, number)
         self._metrics = CaptureMetrics()
-        for row in _probes(self._corpus):
-            self_check(self._target, self._parts, self._sequence(row), self._corpus.logprobs(row))
+        self._target = self._proved()
 
     def capture(self, rows: Sequence[int]) -> list[Captured]:
         """The states of sequences of the corpus, each proved, in the order given."""
         started = time.monotonic()
         found = []
-        for row, states in zip(rows, self._target.capture([self._sequence(row) for row in rows]), strict=True):
+        for row, states in zip(rows, self._states([self._sequence(row) for row in rows]), strict=True):
             score = on_policy(
                 states,
                 self._sequence(row),
@@ -107,6 +109,37 @@ class Capturer:
             if captured.reason is not None:
                 self._metrics.set_aside()
         return found
+
+    def _proved(self) -> Target:
+        """The target, once it has reproduced what the engine said of some sequences."""
+        target = _open(self._settings, self._number)
+        try:
+            for row in _probes(self._corpus):
+                self_check(
+                    target,
+                    self._parts,
+                    self._sequence(row),
+                    self._corpus.logprobs(row),
+                    temperature=self._settings.temperature,
+                    limits=self._settings.limits,
+                )
+        except CaptureError:
+            target.close()
+            raise
+        return target
+
+    def _states(self, sequences: list[TokenSequence]) -> list[States]:
+        """Captures; an engine that died is replaced, and only what it had in hand is done again."""
+        for _ in range(_LIVES):
+            try:
+                return self._target.capture(sequences)
+            except TargetDead as death:
+                warnings.warn(f"The target is started again: {death}", stacklevel=2)
+                self._target.close()
+                self._target = self._proved()
+        raise TargetDead(
+            f"The target died {_LIVES} times over the same sequences, the first is {sequences[0].sequence_id}."
+        )
 
     def packs(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """The rows in groups of about a forward pass."""
@@ -142,14 +175,12 @@ def _open(settings: CaptureSettings, number: int) -> Target:
         )
     from eagle3_ray.target.sglang_backend import SGLangTarget
 
-    return SGLangTarget(
-        settings.target,
-        settings.layers,
-        settings.dtype,
-        tp=settings.gpus,
-        url=settings.endpoints[number] if settings.endpoints else None,
-        server_args=settings.server_args,
-    )
+    if settings.endpoints:
+        return SGLangTarget.connect(settings.endpoints[number], settings.target, settings.layers, settings.dtype)
+    if settings.gpus == 0:
+        return SGLangTarget.start_on_cpu(settings.target, settings.layers, settings.dtype, settings.server_args)
+    command = [*shlex.split(settings.launch), "--tp-size", str(settings.gpus), *settings.server_args]
+    return SGLangTarget.start(command, settings.target, settings.layers, settings.dtype)
 
 
 def _probes(corpus: Corpus) -> list[int]:
@@ -178,12 +209,14 @@ class ShardCapturer:
         writer = ShardWriter(self._folder / "shards" / f"{shard}.parquet", self._about)
         scores = []
         try:
-            for pack in self._capturer.packs(rows):
-                for captured in self._capturer.capture(pack):
-                    scores.append(self._score(captured))
-                    if captured.reason is None:
-                        sha = self._corpus.token_sha(captured.row)
-                        writer.add(captured.row, sha, captured.states, self._storage)
+            with warnings.catch_warnings(record=True) as notes:
+                warnings.simplefilter("always", UserWarning)
+                for pack in self._capturer.packs(rows):
+                    for captured in self._capturer.capture(pack):
+                        scores.append(self._score(captured))
+                        if captured.reason is None:
+                            sha = self._corpus.token_sha(captured.row)
+                            writer.add(captured.row, sha, captured.states, self._storage)
             _write_scores(self._folder / "scores" / f"{shard}.parquet", scores)
             run_path = str(self._folder.parent)
             if not WriterLock.is_current(run_path, self._token):
@@ -199,6 +232,7 @@ class ShardCapturer:
             "tokens": [sum(int(self._corpus.tokens[row]) for row in rows)],
             "bytes": [size],
             "seconds": [time.monotonic() - started],
+            "notes": [[str(note.message) for note in notes]],  # out of memory, an engine started again
         }
 
     def _score(self, captured: Captured) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from eagle3_ray.config import Config, ConfigError, keys, load, presets
 from eagle3_ray.prompts import PromptSourceError
 from eagle3_ray.runs import RunError
 from eagle3_ray.sglang.probe import Unfit
+from eagle3_ray.sglang_cpu.processes import ServerFailed
 from eagle3_ray.target.files import TargetError
 
-SETUP_ERRORS = (ConfigError, PromptSourceError, RunError, TargetError, Unfit)
+SETUP_ERRORS = (ConfigError, PromptSourceError, RunError, ServerFailed, TargetError, Unfit)
 
 
 def main(

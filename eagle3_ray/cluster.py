@@ -14,6 +14,9 @@ from eagle3_ray.config import ConfigError
 
 def connect() -> None:
     """Joins the cluster that the job was submitted to, or starts a local one, and makes SIGTERM an orderly end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if ray.is_initialized():  # a later stage of the same job
+        return
     os.environ.setdefault("RAY_AUTH_MODE", "token" if "RAY_ADDRESS" in os.environ else "disabled")
     os.environ.setdefault(
         "RAY_BACKEND_LOG_LEVEL", "fatal"

@@ -57,6 +57,10 @@ class Target(Section):
         False, description="run the tokenizer code that comes with the model (Kimi needs it)"
     )
 
+    launch: str = Field(
+        "python -m sglang.launch_server", description="command that starts SGLang on a GPU node, where a job starts one"
+    )
+
     @field_validator("model")
     @classmethod
     def _expand_home(cls, value: str) -> str:
@@ -77,8 +81,13 @@ class Prompts(Section):
 
 class Generate(Section):
     endpoints: Names = Field(
-        default_factory=list, description="URLs of the SGLang servers, e.g. http://h1:30000,http://h2:30000"
+        default_factory=list, description="URLs of running SGLang servers, e.g. http://h1:30000,http://h2:30000"
     )
+    servers: int = Field(
+        0, ge=0, description="SGLang servers that the job starts, and stops, itself where no endpoints are given"
+    )
+    gpus_per_server: int = Field(0, ge=0, description="GPUs of each of them (tensor parallelism); 0 is a CPU")
+    server_args: Names = Field(default_factory=list, description="more arguments of the SGLang servers that we start")
     max_in_flight: int = Field(4096, ge=1, description="upper bound on requests in flight over all servers")
     max_new_tokens: int = Field(2048, ge=1, description="longest answer, in tokens")
     temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature; 0 is greedy")
@@ -180,6 +189,22 @@ class Train(Section):
     seed: int = Field(0, ge=0, description="of the order of the sequences and of a new drafter's weights")
 
 
+class Evaluate(Section):
+    prompts: Names = Field(default_factory=list, description="files, folders or globs of questions to measure with")
+    drafters: Names = Field(
+        default_factory=list, description="folders of drafters to measure; the run's own, new and trained, if not given"
+    )
+    limit: int | None = Field(None, ge=1, description="most questions of a file")
+    max_new_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
+    steps: int = Field(5, ge=1, description="drafted tokens of a verify step, in a chain")
+    concurrencies: list[int] = Field([1, 8], min_length=1, description="requests in flight to measure speed with")
+    speed_prompts: int = Field(32, ge=1, description="questions of each measurement of speed")
+    gpus: int = Field(0, ge=0, description="GPUs of the engine (tensor parallelism); 0 is a CPU")
+    endpoints: Names = Field(
+        default_factory=list, description="engines that run already, as DRAFTER=URL, none=URL without a drafter"
+    )
+
+
 class Config(Section):
     """Everything that a run is made of."""
 
@@ -190,6 +215,7 @@ class Config(Section):
     audit: Audit = Field(default_factory=Audit)
     capture: Capture = Field(default_factory=Capture)
     train: Train = Field(default_factory=Train)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.data import ActorPoolStrategy
 
-from eagle3_ray import cluster, plan, telemetry
+from eagle3_ray import cluster, plan, servers, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
@@ -50,21 +50,22 @@ def run(config: Config) -> dict[str, Any]:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
         cluster.connect()
-        work = _prepare(run_dir, config, target, settings)
-        if work.plan.expected == 0:
-            raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
-        _claim(run_dir, config, target, work.facts)
-        observer = telemetry.start(work.rules)
-        expected = {p.partition: p.expected for p in work.plan.partitions}
-        stopped_by = None
-        with telemetry.Progress(observer, expected, Ledger(run_dir).by_partition()):
-            try:
-                _pipeline(run_dir, config, work, observer, lock.token)
-            except (ray.exceptions.RayError, OSError) as error:
-                stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(error))
-            except (SystemExit, KeyboardInterrupt) as end:
-                stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
-        view = ray.get(observer.view.remote())
+        with servers.endpoints(config, target) as endpoints:
+            work = _prepare(run_dir, config, target, settings, endpoints)
+            if work.plan.expected == 0:
+                raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
+            _claim(run_dir, config, target, work.facts)
+            observer = telemetry.start(work.rules)
+            expected = {p.partition: p.expected for p in work.plan.partitions}
+            stopped_by = None
+            with telemetry.Progress(observer, expected, Ledger(run_dir).by_partition()):
+                try:
+                    _pipeline(run_dir, config, work, observer, lock.token)
+                except (ray.exceptions.RayError, OSError) as error:
+                    stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(error))
+                except (SystemExit, KeyboardInterrupt) as end:
+                    stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
+            view = ray.get(observer.view.remote())
         summary = _summarise(run_dir, config, work.plan, view, stopped_by, time.monotonic() - started)
         try:
             run_dir.write_summary(STAGE, summary)
@@ -84,7 +85,8 @@ def dry_run(config: Config) -> str:
     with WriterLock(run_dir):
         cluster.connect()
         try:
-            work = _prepare(run_dir, config, target, _plan_settings(config, target))
+            settings = _plan_settings(config, target)
+            work = _prepare(run_dir, config, target, settings, config.generate.endpoints)
         except Unfit as unfit:
             known = plan.load(run_dir.stage(STAGE) / "plan")
             return f"{_plan_text(config, known[0]) if known else ''}\nservers: {unfit}"
@@ -118,11 +120,16 @@ class _Work:
     pool: Pool
 
 
-def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings) -> _Work:
+def _prepare(
+    run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings, endpoints: list[str]
+) -> _Work:
     """Makes the plan and probes the servers."""
     generate = config.generate
-    if not generate.endpoints:
-        raise ConfigError("generate.endpoints names no server. Set generate.endpoints=http://HOST:PORT[,...].")
+    if not endpoints:
+        raise ConfigError(
+            "generate.endpoints names no server. Set generate.endpoints=http://HOST:PORT[,...], or generate.servers=1 "
+            "to have the job start one."
+        )
     if generate.api_key_env and generate.api_key_env not in os.environ:
         raise ConfigError(f"generate.api_key_env={generate.api_key_env}: no such environment variable is set.")
     stops = target.stop_ids()
@@ -138,7 +145,7 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
         vocab_size=target.vocab_size,
         stop_ids=frozenset(stops),
     )
-    facts, silent = check_up(generate.endpoints, material, sampling, _api_key(config), generate.request_timeout_s)
+    facts, silent = check_up(endpoints, material, sampling, _api_key(config), generate.request_timeout_s)
     rules = AuditRules(
         stop_ids=sampling.stop_ids,
         special_ids=frozenset(the_plan.tokens.special_ids),

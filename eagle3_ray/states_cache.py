@@ -169,6 +169,12 @@ class StatesCache:
         return decode(stored, scales, self._storage)
 
 
+def sweep(folder: Path) -> None:
+    """Removes what a killed job was writing."""
+    for path in folder.glob(".*"):
+        path.unlink()
+
+
 def verify(paths: Sequence[Path]) -> Iterator[DamagedShard]:
     """Reads every page of the shards and yields what is damaged."""
     for path in paths:

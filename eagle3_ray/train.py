@@ -1,29 +1,27 @@
 """Hidden states become a drafter, on Ray Train.
 
-corpus -> who trains and who validates -> the drafter to begin from -> claim the run -> targets, if states are streamed ->
-TorchTrainer over the batch plan -> the best checkpoint becomes RUN/train/drafter, which SGLang and vLLM load. The number
-of the next step is all the progress: after any end, the same command goes on behind the newest whole checkpoint, on any
-number of workers.
+corpus -> who trains and who validates -> claim the run -> the draft vocabulary -> targets, if states are streamed ->
+TorchTrainer over the batch plan -> the best checkpoint becomes RUN/train/drafter, which SGLang and vLLM load. The
+number of the next step is all the progress: after any end, the same command goes on behind the newest whole checkpoint,
+on any number of workers.
 """
 
 import hashlib
 import json
-import math
 import shlex
 import signal
 import sys
-import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from eagle3_ray import capture, checkpoints, cluster, corpus
+from eagle3_ray import capture, checkpoints, cluster, corpus, drafting
 from eagle3_ray.batches import steps
 from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
@@ -31,11 +29,11 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.runs import RunDir, RunError, WriterLock
 from eagle3_ray.target.files import TargetFiles, resolve
-from eagle3_ray.target.layers import text_config
-from eagle3_ray.trainer import FINISHED, LOG, STOP, TrainSettings, read_log, train_loop
+from eagle3_ray.target.layers import resolve_layers, text_config
+from eagle3_ray.train_log import LOG, Watch, read_log
+from eagle3_ray.trainer import FINISHED, INITIAL, STOP, TrainSettings, train_loop
 
 STAGE = "train"
-_SAY_EVERY_S = 5.0
 _NUMBERS = (  # of the train section, all that change the trained drafter
     "draft_vocab_size",
     "fc_norm",
@@ -83,7 +81,7 @@ def run(config: Config) -> dict[str, Any]:
         settings = _settings(run_dir, config, sequences, target, plan)
         stopped_by = None
         try:
-            with _Watch(folder, settings):
+            with Watch(folder / LOG):
                 _fit(config.train, settings, run_dir.manifest()[STAGE]["starts"])
         except (ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             stopped_by = explain(_cause(error))
@@ -124,7 +122,8 @@ def _plan_text(train: Train, sequences: Corpus) -> str:
     answers = int((sequences.tokens - sequences.prompt_tokens)[rows].sum())
     return (
         f"train: {len(rows):,} sequences, {int(sequences.tokens[rows].sum()):,} tokens ({answers:,} of answers), "
-        f"{int(heldout.sum()):,} sequences held out; {train.epochs} epochs of {len(one_epoch):,} steps, states by {train.feed}"
+        f"{int(heldout.sum()):,} sequences held out; {train.epochs} epochs of {len(one_epoch):,} steps, "
+        f"states by {train.feed}"
     )
 
 
@@ -214,10 +213,21 @@ def _settings(run_dir: RunDir, config: Config, sequences: Corpus, target: Target
         str(name): tuple(np.flatnonzero(heldout & (partitions == name)).tolist())
         for name in np.unique(partitions[heldout])
     }
-    initial = folder / "initial"
-    if not (initial / "config.json").exists():
-        make_initial(initial, config, sequences, target, train_rows)
+    drafter = drafting.new_config(
+        target.config,
+        resolve_layers(target.config, config.capture.layers),
+        train.draft_vocab_size,
+        train.fc_norm,
+        train.norm_output,
+    )
+    vocabulary = drafting.choose_vocabulary(run_dir, sequences, train_rows, drafter, target)
     print(_plan_text(train, sequences), file=sys.stderr)
+    if train.drafter is None:
+        print(
+            f"  draft vocabulary: {drafter.draft_vocab_size:,} of {drafter.vocab_size:,} tokens, "
+            f"{vocabulary.coverage:.2%} of the answer tokens",
+            file=sys.stderr,
+        )
     return TrainSettings(
         corpus=sequences,
         train_rows=tuple(train_rows),
@@ -225,7 +235,9 @@ def _settings(run_dir: RunDir, config: Config, sequences: Corpus, target: Target
         folder=folder,
         target=target.folder,
         hidden=int(text_config(target.config)["hidden_size"]),
-        initial=initial,
+        drafter=drafter,
+        vocabulary=vocabulary,
+        warm_start=Path(train.drafter) if train.drafter else None,
         plan=plan,
         feed=train.feed,
         cache=run_dir.stage(capture.STAGE) / "shards" if train.feed == "cache" else None,
@@ -267,60 +279,6 @@ def _targets(config: Config, sequences: Corpus, target: TargetFiles) -> list[Any
     return targets
 
 
-class _Watch:
-    """Prints how the training goes, from its log, in a thread of the driver."""
-
-    def __init__(self, folder: Path, settings: TrainSettings) -> None:
-        self._path = folder / LOG
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._told = 0
-
-    def __enter__(self) -> "_Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self._tell()
-
-    def _run(self) -> None:
-        while not self._end.wait(_SAY_EVERY_S):
-            self._tell()
-
-    def _tell(self) -> None:
-        lines = read_log(self._path)
-        if len(lines) < self._told:  # a resumed training begins its log anew
-            self._told = 0
-        new, self._told = lines[self._told :], len(lines)
-        for line in new:
-            if "validation" in line:
-                print(_validation_text(line), file=sys.stderr)
-        trained = [line for line in new if "loss" in line]
-        if trained:
-            print(_step_text(trained[-1]), file=sys.stderr)
-
-
-def _step_text(line: Mapping[str, Any]) -> str:
-    seconds = (line["of"] - line["step"]) * line["tokens"] / max(1.0, line["tokens_per_second"])
-    accuracies = " ".join(f"{accuracy:.2f}" for accuracy in line["step_accuracies"])
-    return (
-        f"{time.strftime('%H:%M:%S')} step {line['step']}/{line['of']} | loss {line['loss']:.3f} | accuracy by TTT step "
-        f"{accuracies} | {line['tokens_per_second']:,.0f} tokens/s, {line['wait_share']:.0%} waiting | "
-        f"ETA {math.ceil(seconds / 60)} min"
-    )
-
-
-def _validation_text(line: Mapping[str, Any]) -> str:
-    numbers = line["validation"]
-    partitions = ", ".join(f"{name} {value:.2f}" for name, value in numbers["partitions"].items())
-    return (
-        f"{time.strftime('%H:%M:%S')} step {line['step']} | held out: loss {numbers['loss']:.3f}, chain acceptance length "
-        f"{numbers['chain_acceptance_length']:.3f} ({partitions})"
-    )
-
-
 def _summarise(
     run_dir: RunDir, settings: TrainSettings, target: TargetFiles, stopped_by: str | None, started: float
 ) -> dict[str, Any]:
@@ -334,9 +292,16 @@ def _summarise(
     found = checkpoints.best(folder / "checkpoints", settings.plan) or checkpoints.latest(
         folder / "checkpoints", settings.plan
     )
-    drafter_dir = None
+    drafter_dir = launch = None
     if finished and found is not None:
-        drafter_dir = export_best(folder / "drafter", settings, target, found, run_dir)
+        drafter_dir = str(folder / "drafter")
+        about = {
+            "fingerprint": run_dir.manifest()[STAGE]["fingerprint"],
+            "step": found.next_step,
+            "chain_acceptance_length": max(validated, default=None),
+        }
+        dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+        launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
     newest = checkpoints.latest(folder / "checkpoints", settings.plan)
     seconds = sum(line["tokens"] / line["tokens_per_second"] for line in trained)
     tokens = sum(line["tokens"] for line in trained)
@@ -351,22 +316,13 @@ def _summarise(
         "chain_acceptance_length": max(validated, default=None),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "wait_share": round(sum(line["wait_share"] for line in trained) / len(trained), 4) if trained else None,
-        "drafter_dir": drafter_dir and str(drafter_dir),
-        "launch": drafter_dir and launch_command(target, drafter_dir),
+        "drafter_dir": drafter_dir,
+        "launch": launch,
         "wall_s": round(time.monotonic() - started, 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "warnings": [],
     }
-
-
-def launch_command(target: TargetFiles, drafter: Path) -> str:
-    """How to serve the target with the drafter. EAGLE instead of EAGLE3 would serve, and accept nothing, silently."""
-    return (
-        f"python -m sglang.launch_server --model-path {target.name} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {drafter} --speculative-num-steps 5 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 6"
-    )
 
 
 def _cause(error: BaseException) -> BaseException:

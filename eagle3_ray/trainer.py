@@ -4,7 +4,6 @@ The loss of a step is a sum over supervised positions divided by their number in
 So it depends neither on packing nor on the number of workers, and a worker without a batch left adds an empty one.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,21 +29,25 @@ from torch.nn.parallel import DistributedDataParallel
 from eagle3_ray import checkpoints
 from eagle3_ray.batches import Batch, Step, pack, steps
 from eagle3_ray.corpus import Corpus
+from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.drafter.export import export
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.rollout import Rollout, TargetHead, rollout
+from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.drafting import from_checkpoint, from_scratch
 from eagle3_ray.feeds import CacheFeed, Fed, Feed, StreamFeed
 from eagle3_ray.metrics import TrainMetrics
 from eagle3_ray.runs import write_json
 from eagle3_ray.target.parts import load_parts
-from eagle3_ray.trackers import Trackers
+from eagle3_ray.train_log import StepLog
 
 VALIDATION_STEPS = 5
 """Drafted tokens that the validated acceptance length is about: a chain of 5, as it is served by default."""
 
 CLIP_NORM = 0.5
 STOP = ".stop"
-LOG = "steps.jsonl"
 FINISHED = "finished.json"
+INITIAL = "initial"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class TrainSettings:
     folder: Path  # RUN/train
     target: Path
     hidden: int
-    initial: Path  # the drafter to begin from, as an exported folder
+    drafter: DrafterConfig  # of one from scratch
+    vocabulary: DraftVocabulary  # of one from scratch
+    warm_start: Path | None  # a published drafter to begin from
     plan: str  # names everything that the steps depend on
     feed: str
     cache: Path | None
@@ -149,7 +154,7 @@ class Worker:
         if found is not None:
             self._restore(found)
         self._metrics = TrainMetrics()
-        self._log = _Log(settings, self._first) if self._rank == 0 else None
+        self._log = StepLog(settings.folder, settings.plan, self._first) if self._rank == 0 else None
 
     def run(self) -> None:
         """Trains to the plan's end, to a lasting lack of improvement, or until the driver asks to stop."""
@@ -301,7 +306,13 @@ class Worker:
     def _build(self) -> torch.nn.Module:
         settings = self._settings
         parts = load_parts(settings.target, torch.float32)
-        drafter = _first_drafter(settings, self._feed, self._plan[0].batches[0])
+        sample = next(iter(self._feed.batches(self._plan[0].batches[:1]))).batch.aux_hidden
+        if settings.warm_start is None:
+            drafter = from_scratch(settings.drafter, settings.vocabulary, parts, sample, settings.seed)
+        else:
+            drafter = from_checkpoint(settings.warm_start, parts.config, sample)
+        if self._rank == 0 and not (settings.folder / INITIAL).exists():
+            export(drafter, settings.folder / INITIAL, parts.config, torch.float32)
         compute = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
         head = TargetHead(parts.embed_tokens.to(self._device, compute), parts.lm_head.to(self._device, compute))
         play = _Play(drafter.to(self._device), head, compute)
@@ -381,41 +392,6 @@ class _Totals:
             "tokens_per_second": summed[-3] / seconds,
             "wait_share": min(1.0, summed[-1] / world / seconds),
         }
-
-
-class _Log:
-    """RUN/train/steps.jsonl, a line a step and a line a validation, and the trackers. Written by one worker."""
-
-    def __init__(self, settings: TrainSettings, first: int) -> None:
-        path = settings.folder / LOG
-        kept = [line for line in read_log(path) if line["step"] <= first]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
-        self._file = path.open("a", buffering=1)
-        self._trackers = Trackers(settings.folder, settings.folder.parent.name, {"plan": settings.plan}, first)
-
-    def step(self, step: Step, total: int, numbers: Mapping[str, Any]) -> None:
-        done = step.number + 1
-        line = {"step": done, "of": total, "epoch": step.epoch, "time": time.time(), **numbers}
-        self._file.write(json.dumps(line) + "\n")
-        self._trackers.log(done, {f"train/{k}": v for k, v in numbers.items() if not isinstance(v, list)})
-
-    def validation(self, done: int, numbers: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"step": done, "time": time.time(), "validation": numbers}) + "\n")
-        flat = {f"validation/{k}": v for k, v in numbers.items() if k != "partitions"}
-        flat |= {f"validation/{name}": value for name, value in numbers["partitions"].items()}
-        self._trackers.log(done, flat)
-
-    def close(self) -> None:
-        self._file.close()
-        self._trackers.close()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training log; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _rate(step: int, total: int, warmup_share: float) -> float:

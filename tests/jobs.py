@@ -40,15 +40,15 @@ class Jobs:
     gcs: str
     dashboard: str
 
-    def start(self, *words: str | Path) -> subprocess.Popen[str]:
-        """Starts `python jobs/generate.py smollm2-cpu ...` as a driver of the cluster."""
-        command = [sys.executable, "jobs/generate.py", "smollm2-cpu", *map(str, words)]
+    def start(self, *words: str | Path, job: str = "generate") -> subprocess.Popen[str]:
+        """Starts `python jobs/JOB.py smollm2-cpu ...` as a driver of the cluster."""
+        command = [sys.executable, f"jobs/{job}.py", "smollm2-cpu", *map(str, words)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=REPOSITORY, env=self.environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
-    def run(self, *words: str | Path) -> Result:
+    def run(self, *words: str | Path, job: str = "generate") -> Result:
         """Runs the job to its end."""
-        process = self.start(*words)
+        process = self.start(*words, job=job)
         stdout, stderr = process.communicate(timeout=300)
         return Result(process.returncode, stdout, stderr)
 

@@ -1,0 +1,105 @@
+"""The log of a training: RUN/train/steps.jsonl, which workers write, the driver tells, and the report draws."""
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.batches import Step
+from eagle3_ray.trackers import Trackers
+
+LOG = "steps.jsonl"
+_SAY_EVERY_S = 5.0
+
+
+class StepLog:
+    """RUN/train/steps.jsonl, a line a step and a line a validation, and the trackers. Written by one worker."""
+
+    def __init__(self, folder: Path, plan: str, first: int) -> None:
+        path = folder / LOG
+        kept = [line for line in read_log(path) if line["step"] <= first]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
+        self._file = path.open("a", buffering=1)
+        self._trackers = Trackers(folder, folder.parent.name, {"plan": plan}, first)
+
+    def step(self, step: Step, total: int, numbers: Mapping[str, Any]) -> None:
+        done = step.number + 1
+        line = {"step": done, "of": total, "epoch": step.epoch, "time": time.time(), **numbers}
+        self._file.write(json.dumps(line) + "\n")
+        self._trackers.log(done, {f"train/{k}": v for k, v in numbers.items() if not isinstance(v, list)})
+
+    def validation(self, done: int, numbers: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"step": done, "time": time.time(), "validation": numbers}) + "\n")
+        flat = {f"validation/{k}": v for k, v in numbers.items() if k != "partitions"}
+        flat |= {f"validation/{name}": value for name, value in numbers["partitions"].items()}
+        self._trackers.log(done, flat)
+
+    def close(self) -> None:
+        self._file.close()
+        self._trackers.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a training log; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Watch:
+    """Prints how the training goes, from its log, in a thread of the driver."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._told = 0
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._tell()
+
+    def _run(self) -> None:
+        while not self._end.wait(_SAY_EVERY_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        lines = read_log(self._path)
+        if len(lines) < self._told:  # a resumed training begins its log anew
+            self._told = 0
+        new, self._told = lines[self._told :], len(lines)
+        for line in new:
+            if "validation" in line:
+                print(_validation_text(line), file=sys.stderr)
+        trained = [line for line in new if "loss" in line]
+        if trained:
+            print(_step_text(trained[-1]), file=sys.stderr)
+
+
+def _step_text(line: Mapping[str, Any]) -> str:
+    seconds = (line["of"] - line["step"]) * line["tokens"] / max(1.0, line["tokens_per_second"])
+    accuracies = " ".join(f"{accuracy:.2f}" for accuracy in line["step_accuracies"])
+    return (
+        f"{time.strftime('%H:%M:%S')} step {line['step']}/{line['of']} | loss {line['loss']:.3f} | "
+        f"accuracy by TTT step {accuracies} | {line['tokens_per_second']:,.0f} tokens/s, "
+        f"{line['wait_share']:.0%} waiting | ETA {math.ceil(seconds / 60)} min"
+    )
+
+
+def _validation_text(line: Mapping[str, Any]) -> str:
+    numbers = line["validation"]
+    partitions = ", ".join(f"{name} {value:.2f}" for name, value in numbers["partitions"].items())
+    return (
+        f"{time.strftime('%H:%M:%S')} step {line['step']} | held out: loss {numbers['loss']:.3f}, "
+        f"chain acceptance length {numbers['chain_acceptance_length']:.3f} ({partitions})"
+    )

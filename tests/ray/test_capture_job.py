@@ -1,0 +1,186 @@
+"""The capture job on a cluster, with a real model in miniature: what it stores, what it refuses, what a kill costs."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from eagle3_ray import corpus
+from eagle3_ray.runs import RunDir
+from eagle3_ray.states_cache import StatesCache
+from tests.jobs import Jobs
+from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run, written_by
+
+LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-model")
+
+
+@pytest.fixture(scope="module")
+def sequences(model: Path) -> list[dict[str, Any]]:
+    return written_by(model, 60)
+
+
+def words(run: Path, model: Path) -> list[str]:
+    return [
+        f"run.dir={run}",
+        f"target.model={model}",
+        "generate.temperature=0",
+        "capture.storage=fp32",
+        "capture.shard_tokens=200",
+        "capture.batch_tokens=128",
+        "capture.cpus_per_target=0.5",
+    ]
+
+
+def shard_files(run: Path) -> list[Path]:
+    return sorted((run / "capture" / "shards").glob("*.parquet"))
+
+
+@torch.inference_mode()
+def assert_states_are_the_models(run: Path, folder: Path, rows: int) -> None:
+    """Every sequence is in the cache once, and its states are those of transformers' own list of hidden states."""
+    sequences = corpus.make(RunDir(run))
+    cache = StatesCache(run / "capture" / "shards", HIDDEN, "fp32")
+    assert cache.rows == list(range(rows))
+    stored = [row for file in shard_files(run) for row in _rows_of(file)]
+    assert sorted(stored) == list(range(rows))
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for row in range(0, rows, 7):
+        ids = torch.from_numpy(sequences.ids(row).astype("int64"))
+        hidden = model.model(ids[None], output_hidden_states=True).hidden_states
+        expected = torch.cat([*(hidden[layer][0] for layer in LAYERS), hidden[-1][0]], dim=1)
+        torch.testing.assert_close(cache.read(row, sequences.token_sha(row)), expected, rtol=1e-4, atol=1e-4)
+
+
+def _rows_of(file: Path) -> list[int]:
+    return list(json.loads(pq.read_metadata(file).metadata[b"eagle3_ray.shard"])["rows"])
+
+
+def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    result = cluster.run(*words(run, model), job="capture")
+    assert result.code == 0, result.stderr
+    summary = result.summary
+    assert (summary["expected"], summary["rows"], summary["quarantined"], summary["missing"]) == (60, 60, 0, 0)
+    assert summary["tokens"] == sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in sequences)
+    assert summary["bytes_per_token"] == 16 * HIDDEN
+    assert summary["on_policy_difference"]["max"] < 1e-3
+    assert_states_are_the_models(run, model, 60)
+    written = [file.stat().st_mtime_ns for file in shard_files(run)]
+    again = cluster.run(*words(run, model), job="capture")
+    assert again.summary == summary
+    assert [file.stat().st_mtime_ns for file in shard_files(run)] == written
+
+
+def test_a_sequence_that_the_target_did_not_say_is_set_aside_with_its_reason(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changed = [dict(row) for row in sequences[:20]]
+    changed[4] = _with_answer_of(changed[4], changed[5])
+    run = make_tiny_run(tmp_path / "run", model, changed)
+    result = cluster.run(*words(run, model), job="capture")
+    assert (result.code, result.summary["rows"], result.summary["quarantined"]) == (0, 19, 1), result.stderr
+    scores = [row for file in (run / "capture" / "scores").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert len(scores) == 20
+    assert [row["sequence_id"] for row in scores if row["reason"]] == [changed[4]["sequence_id"]]
+
+
+def _with_answer_of(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The same prompt with another prompt's answer and its log-probabilities: sound in itself, and not on policy."""
+    from tests.runs import sequence
+
+    made = sequence(
+        row["prompt_id"], row["prompt_ids"], other["output_ids"], other["output_logprobs"], row["partition"]
+    )
+    assert made["sequence_id"] == row["sequence_id"]
+    return made
+
+
+def test_other_settings_than_those_of_the_cache_are_refused(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences[:10])
+    assert cluster.run(*words(run, model), job="capture").code == 0
+    result = cluster.run(*words(run, model), "capture.layers=[1,3,5]", job="capture")
+    assert result.code == 2
+    assert "capture.layers was '[2, 4, 5]' and is now '[1, 3, 5]'" in result.stderr
+
+
+def test_a_target_with_other_weights_is_refused_before_anything_is_captured(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences[:10])
+    other = make_tiny_model(tmp_path / "other")
+    weights = LlamaForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        weights.model.layers[3].mlp.down_proj.weight.mul_(1.5)
+    weights.save_pretrained(other)
+    result = cluster.run(*words(run, other), job="capture")
+    assert (result.code, shard_files(run)) == (2, [])
+    assert "target.weights was" in result.stderr
+
+
+def test_a_damaged_shard_and_no_other_is_captured_again(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences[:20])
+    assert cluster.run(*words(run, model), job="capture").code == 0
+    torn, *whole = shard_files(run)
+    torn.write_bytes(torn.read_bytes()[:-50])
+    (run / "capture" / "_SUCCESS").unlink()
+    written = [file.stat().st_mtime_ns for file in whole]
+    result = cluster.run(*words(run, model), job="capture")
+    assert result.code == 0, result.stderr
+    assert f"{torn} is damaged" in result.stderr
+    assert [file.stat().st_mtime_ns for file in whole] == written
+    assert_states_are_the_models(run, model, 20)
+
+
+@pytest.mark.parametrize("victim", ["driver", "target"])
+def test_a_kill_loses_and_repeats_nothing(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path, victim: str
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    job = cluster.start(*words(run, model), "capture.shard_tokens=60", job="capture")
+    _wait_for_shards(run, 3, job)
+    if victim == "driver":
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+        result = cluster.run(*words(run, model), "capture.shard_tokens=60", job="capture")
+        assert result.code == 0, result.stderr
+    else:
+        os.kill(_capturing_actor(), signal.SIGKILL)
+        stdout, stderr = job.communicate(timeout=200)
+        assert job.returncode == 0, stderr
+        assert json.loads(stdout.splitlines()[-1])["rows"] == 60
+    assert_states_are_the_models(run, model, 60)
+    assert list((run / "capture" / "shards").glob(".*")) == []
+
+
+def _wait_for_shards(run: Path, count: int, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while len(shard_files(run)) < count:
+        assert job.poll() is None, job.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _capturing_actor() -> int:
+    found = [p.pid for p in psutil.process_iter(["cmdline"]) if "ShardCapturer" in " ".join(p.info["cmdline"] or ())]
+    assert len(found) == 1
+    return found[0]

@@ -1,0 +1,58 @@
+"""A real target in miniature: a Llama of 8 layers with random weights, and sequences that it wrote itself."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle3_ray.target.files import resolve
+from tests.runs import make_run, sequence
+from tests.tiny_target import IM_END, VOCAB_SIZE, make_tiny_target
+
+HIDDEN = 32
+
+
+def make_tiny_model(folder: Path) -> Path:
+    """Writes tokenizer, config and weights; the logits are spread enough that answers are no noise."""
+    make_tiny_target(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=8,
+        max_position_embeddings=512,
+        eos_token_id=IM_END,
+        bos_token_id=None,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    return folder
+
+
+@torch.inference_mode()
+def written_by(folder: Path, count: int, seed: int = 0, answer_tokens: int = 24) -> list[dict[str, Any]]:
+    """`count` greedy answers of the model to random prompts, with its own log-probabilities, as rows of a run."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(count):
+        prompt = torch.randint(5, VOCAB_SIZE, (6 + i % 9,), generator=generator)
+        ids = prompt[None]
+        for _ in range(answer_tokens + i % 5):
+            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        logprobs = model(ids).logits[0].log_softmax(-1)
+        answer = ids[0, len(prompt) :]
+        own = logprobs[len(prompt) - 1 : -1].gather(1, answer[:, None])[:, 0]
+        rows.append(sequence(f"q{seed}-{i}", prompt.tolist(), answer.tolist(), own.tolist(), partition=f"part{i % 2}"))
+    return rows
+
+
+def make_tiny_run(path: Path, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """A complete generate stage of these rows, made with that model."""
+    make_run(path, rows, {"generate.temperature": 0.0, **resolve(str(folder)).fingerprint()})
+    return path

@@ -1,0 +1,238 @@
+"""Hidden states of a real model from a real SGLang and from transformers, and what is found when they are spoiled."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from eagle3_ray.sglang import capture_plugin
+from eagle3_ray.sglang_cpu.processes import group_members
+from eagle3_ray.target.on_policy import OnPolicyLimits, Score, label_logprobs, on_policy
+from eagle3_ray.target.parts import load_parts
+from eagle3_ray.target.proof import SelfCheckFailed, second_route, self_check
+from eagle3_ray.target.protocol import States, TargetDead, TargetParts, TokenSequence
+from eagle3_ray.target.sglang_backend import SGLangTarget
+from eagle3_ray.target.sglang_server import SHARED_MEMORY
+from eagle3_ray.target.transformers_backend import TransformersTarget
+from tests import sabotage
+from tests.corruptions import Generated, corruptions
+
+BOS, END = 1, 2
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a Python function that adds two numbers.",
+    "Tom has 12 apples and eats 5 of them. How many are left?",
+    "Name three animals that live in the sea.",
+    "Explain in one sentence why the sky is blue.",
+    "Translate 'good morning' into Spanish and French.",
+)
+
+
+@pytest.fixture(scope="module")
+def server_target(cpu_model: Path) -> Iterator[SGLangTarget]:
+    target = SGLangTarget.start_on_cpu(cpu_model)
+    yield target
+    target.close()
+
+
+@pytest.fixture(scope="module")
+def transformers_target(cpu_model: Path) -> TransformersTarget:
+    return TransformersTarget(cpu_model, dtype="float32", device="cpu", batch_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def parts(cpu_model: Path) -> TargetParts:
+    return load_parts(cpu_model, torch.float32)
+
+
+def generate(url: str, prompt: list[int], temperature: float) -> Generated:
+    sampling = {"max_new_tokens": 24, "temperature": temperature, "top_p": 0.9, "stop_token_ids": [END]}
+    body = json.dumps({"input_ids": prompt, "return_logprob": True, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        found = json.load(answer)
+    logprobs = [entry[0] for entry in found["meta_info"]["output_token_logprobs"]]
+    return Generated(prompt, found["output_ids"], logprobs, temperature)
+
+
+@pytest.fixture(scope="module")
+def generated(server_target: SGLangTarget, cpu_model: Path) -> list[Generated]:
+    """Half of them greedy, half drawn at 0.7 with top-p."""
+    tokenizer = AutoTokenizer.from_pretrained(cpu_model)
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False)
+        for q in QUESTIONS
+    ]
+    temperatures = [0.0, 0.7] * len(prompts)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        rows = list(pool.map(generate, [server_target.url] * len(prompts), prompts, temperatures))
+    return [row for row in rows if len(row.answer) >= 12]
+
+
+@pytest.fixture(scope="module")
+def asked(generated: list[Generated]) -> list[TokenSequence]:
+    return [row.sequence(str(number)) for number, row in enumerate(generated)]
+
+
+@pytest.fixture(scope="module")
+def from_server(server_target: SGLangTarget, asked: list[TokenSequence]) -> list[States]:
+    return server_target.capture(asked)
+
+
+def errors_by_layer(found: list[States], expected: list[States]) -> list[float]:
+    """The worst row's relative error of the three layers and the last state."""
+    a, b = (
+        torch.cat([torch.cat([s.aux_hidden, s.last_hidden], dim=1) for s in states]).float().unflatten(1, (4, -1))
+        for states in (found, expected)
+    )
+    errors: list[float] = ((a - b).norm(dim=2) / b.norm(dim=2)).amax(dim=0).tolist()
+    return errors
+
+
+def choices(states: list[States], parts: TargetParts) -> torch.Tensor:
+    """The target's likeliest next token behind every state."""
+    last = torch.cat([s.last_hidden for s in states])
+    return label_logprobs(last, torch.zeros(len(last), dtype=torch.long), parts)[1]
+
+
+def test_sglang_and_transformers_give_the_same_states_in_float32(
+    from_server: list[States], transformers_target: TransformersTarget, asked: list[TokenSequence], parts: TargetParts
+) -> None:
+    expected = transformers_target.capture(asked)
+    errors = errors_by_layer(from_server, expected)
+    print("relative errors of layers 2, 15, 27 and the last state:", errors)
+    assert max(errors) < 1e-3
+    assert torch.equal(choices(from_server, parts), choices(expected, parts))
+
+
+def test_bfloat16_keeps_nearly_every_choice_and_raises_no_alarm(
+    from_server: list[States],
+    asked: list[TokenSequence],
+    generated: list[Generated],
+    cpu_model: Path,
+    parts: TargetParts,
+) -> None:
+    target = TransformersTarget(cpu_model, dtype="bfloat16", device="cpu", batch_tokens=1024)
+    found = target.capture(asked)
+    print("relative errors of bfloat16:", errors_by_layer(found, from_server))
+    assert found[0].last_hidden.dtype == torch.bfloat16
+    assert float((choices(found, parts) == choices(from_server, parts)).float().mean()) >= 0.97
+    for states, row in zip(found, generated, strict=True):
+        assert OnPolicyLimits().reason(score(states, row, parts)) is None
+
+
+def own_folders(target: SGLangTarget) -> list[Path]:
+    """Where the target's scheduler writes: the folders' names begin with its process id."""
+    assert target.server is not None
+    members = {str(pid) for pid in group_members(target.server.pid)}
+    return [folder for folder in SHARED_MEMORY.iterdir() if folder.name.split("-")[0] in members]
+
+
+def test_nothing_stays_in_shared_memory(server_target: SGLangTarget, from_server: list[States]) -> None:
+    assert from_server
+    [folder] = own_folders(server_target)
+    assert [path.name for path in folder.iterdir()] == ["owner.lock"]
+
+
+def test_a_running_server_can_be_used_and_its_flags_are_read(
+    server_target: SGLangTarget, cpu_model: Path, asked: list[TokenSequence], from_server: list[States]
+) -> None:
+    target = SGLangTarget.connect(server_target.url, cpu_model, dtype="float32")
+    [states] = target.capture(asked[:1])
+    assert errors_by_layer([states], from_server[:1])[3] < 1e-3
+    with pytest.raises(ValueError, match="start it with --return-aux-hidden-state-layer-ids"):
+        SGLangTarget.connect(server_target.url, cpu_model, layers=(3, 15, 27), dtype="float32")
+
+
+def test_a_server_that_does_not_answer_is_a_dead_target(cpu_model: Path) -> None:
+    with pytest.raises(TargetDead, match="does not answer"):
+        SGLangTarget.connect("http://127.0.0.1:9", cpu_model)
+
+
+def test_the_self_check_passes_sglang_with_the_engines_own_words(
+    server_target: SGLangTarget, cpu_model: Path, asked: list[TokenSequence], parts: TargetParts
+) -> None:
+    reference = second_route(cpu_model, server_target.layers, asked[0], torch.float32)
+    self_check(server_target, parts, asked[0], server_target.logprobs(asked[0]), reference=reference)
+
+
+def test_every_sabotage_of_a_real_capture_is_found(
+    server_target: SGLangTarget, cpu_model: Path, asked: list[TokenSequence], parts: TargetParts
+) -> None:
+    probe, said = asked[0], server_target.logprobs(asked[0])
+    reference = second_route(cpu_model, server_target.layers, probe, torch.float32)
+    broken = {name: sabotage.Sabotaged(server_target, change()) for name, change in sabotage.CHANGES.items()} | {
+        "before the norm": sabotage.before_the_norm(cpu_model, server_target.layers, "float32")
+    }
+    for number in range(3):
+        for by in (-1, 1):
+            target = sabotage.off_by_one(cpu_model, server_target.layers, number, by, "float32")
+            broken[f"layer {number} off by {by}"] = target
+    missed = []
+    for name, target in broken.items():
+        try:
+            self_check(target, parts, probe, said, reference=reference)
+            missed.append(name)
+        except SelfCheckFailed as error:
+            print(f"{name}: {error}")
+    assert missed == []
+    with pytest.raises(SelfCheckFailed, match="different models"):
+        self_check(server_target, sabotage.other_head(parts), probe, said)
+
+
+def score(states: States, row: Generated, parts: TargetParts) -> Score:
+    return on_policy(states, row.sequence(states.sequence_id), row.logprobs, parts, temperature=row.temperature)
+
+
+def test_clean_answers_raise_no_alarm_and_every_corruption_does(
+    from_server: list[States],
+    generated: list[Generated],
+    transformers_target: TransformersTarget,
+    cpu_model: Path,
+    parts: TargetParts,
+) -> None:
+    for states, row in zip(from_server, generated, strict=True):
+        assert OnPolicyLimits().reason(score(states, row, parts)) is None
+    tokenizer = AutoTokenizer.from_pretrained(cpu_model)
+    think = tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False).input_ids
+
+    def pieces(token: int) -> list[int]:
+        text = tokenizer.decode([token])
+        return [i for part in (text[:2], text[2:]) for i in tokenizer(part, add_special_tokens=False).input_ids]
+
+    missed = []
+    for name, corrupt in corruptions(BOS, END, think, pieces).items():
+        bad = [corrupt(generated[0], generated[1]), corrupt(generated[1], generated[2])]
+        found = transformers_target.capture([row.sequence(name) for row in bad])
+        missed += [name for s, row in zip(found, bad, strict=True) if not OnPolicyLimits().reason(score(s, row, parts))]
+    assert missed == []
+
+
+def test_answers_of_a_sister_checkpoint_are_found(
+    asked: list[TokenSequence], generated: list[Generated], cpu_model: Path, parts: TargetParts
+) -> None:
+    sister = TransformersTarget(cpu_model, dtype="float32", device="cpu", batch_tokens=1024)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in sister._decoder.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                weight += 0.01 * weight.std() * torch.randn_like(weight)
+    for states, row in zip(sister.capture(asked), generated, strict=True):
+        assert OnPolicyLimits().reason(score(states, row, parts)) is not None
+
+
+def test_a_killed_server_is_a_dead_target_and_leaves_no_states(
+    server_target: SGLangTarget, asked: list[TokenSequence]
+) -> None:
+    [folder] = own_folders(server_target)
+    assert server_target.server is not None
+    server_target.server.kill()
+    with pytest.raises(TargetDead, match="is gone"):
+        server_target.capture(asked[:2])
+    capture_plugin.sweep(SHARED_MEMORY)
+    assert not folder.exists()

@@ -6,9 +6,7 @@ The last one is answered by replaying answers, first as the folder says and then
 the order of the layers, a flag, the vocabulary map, RoPE, neighbouring layers. What lifts acceptance sharply is named.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from eagle3_ray.acceptance.changes import Change, Evidence, Recorded, changes
 from eagle3_ray.acceptance.engine import EngineInfo
@@ -70,7 +68,7 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
     try:
         if findings := inspect_folder(folder, evidence.target_config):
             return findings
-        drafter = load_for_replay(folder, evidence.target_config)
+        drafter = load_drafter(folder, evidence.target_config)
     except (CheckpointError, DrafterConfigError) as error:
         return [Finding("files", f"{error}", "Export the drafter again and validate the folder.")]
     recorded = evidence.at_layers(drafter.config.aux_layers)
@@ -95,21 +93,6 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
             )
         ]
     return []
-
-
-def load_for_replay(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafter:
-    """The drafter of a folder, in float32; what its config leaves out (layers, RoPE) is the target's.
-
-    Args:
-        target_config: of the language model. Its vocabulary is of no matter here; `from_json` holds its own default
-            draft vocabulary against it, which a small target's would not pass.
-
-    Raises:
-        CheckpointError, DrafterConfigError: the folder does not hold what its config says.
-    """
-    drafter = load_drafter(folder, {**target_config, "vocab_size": 1 << 20})
-    drafter.eval()
-    return drafter
 
 
 def _accepts(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> float:

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_ray.acceptance.changes import Evidence, Recorded
-from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious, load_for_replay
+from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious
 from eagle3_ray.acceptance.engine import EngineInfo, Served
 from eagle3_ray.acceptance.folder import inspect_folder
 from eagle3_ray.acceptance.questions import EvalPrompt
 from eagle3_ray.acceptance.replay import replay
 from eagle3_ray.acceptance.suspicion import examine
+from eagle3_ray.drafter.checkpoints import load_drafter
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.packed import PackedBatch
@@ -112,7 +113,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     evidence = make_evidence(target)
     recorded = evidence.at_layers(LAYERS)
     folder = write(train(target, recorded), tmp_path_factory.mktemp("world") / "drafter")
-    drafter = load_for_replay(folder, TARGET)
+    drafter = load_drafter(folder, TARGET)
     length = replay(drafter, evidence.embed_tokens, recorded, STEPS).walked.length
     assert length is not None
     assert length > 1.8, "else there is nothing to lose by sabotage"

@@ -24,9 +24,9 @@ from eagle3_ray.sglang_cpu import Server
 
 STEPS = 3  # of drafting, in the server and here
 NEW_TOKENS = 40
-PROMPTS = (
-    [1, 4093, 198, 1780, 506, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198],
-    [1, 4093, 198, 19161, 549, 253, 1475, 3089, 563, 260, 3164, 30, 2, 198, 1, 520, 9531, 198],
+PROMPTS = (  # "What is gravity?" and "Name three colours." in the model's chat template, less its system message
+    [1, 4093, 198, 1780, 314, 9354, 47, 2, 198, 1, 520, 9531, 198],
+    [1, 4093, 198, 5820, 1296, 14797, 30, 2, 198, 1, 520, 9531, 198],
 )
 
 
@@ -42,7 +42,10 @@ class Target:
         self.sequences, self.aux, self.last = [], [], []
         with torch.no_grad():
             for prompt in PROMPTS:
-                ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+                ids = torch.tensor([prompt])
+                ids = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+                )
                 states = model(ids, output_hidden_states=True).hidden_states
                 self.sequences.append(ids[0])
                 self.aux.append(torch.cat([states[layer][0] for layer in (2, 15, 27)], dim=-1))

@@ -272,8 +272,9 @@ def _pipeline(
         num_gpus=capture.gpus_per_target or None,
         compute=ActorPoolStrategy(size=min(capture.targets, len(work))),
     )
-    for shard in stored.iter_rows():
-        progress.add(shard)
+    for block in stored.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        for shard in block.to_pylist():
+            progress.add(shard)
 
 
 class Progress:

@@ -1,19 +1,19 @@
-"""`make demo`: prompts to exact token sequences with real parts, on a CPU, in one command.
+"""`make demo`: from prompts to a measured drafter with real parts, on a CPU, in one command.
 
-Installs and starts a real SGLang with SmolLM2-135M, starts a Ray cluster on this machine, submits the generate job to
-it the way that any job is submitted, shows what came out, and stops all that it started. A second run is a no-op.
+Installs a real SGLang, makes the target SmolLM2-135M, starts a Ray cluster on this machine, submits the pipeline to it
+the way that any job is submitted, shows what came out, and stops all that it started. A second run is a no-op.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from eagle3_ray import doctor
 from eagle3_ray.runs import RunDir
-from eagle3_ray.sglang_cpu import Server, install, model
+from eagle3_ray.sglang_cpu import install, model
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,27 +24,27 @@ def main() -> int:
         prog="make demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="run directory (default runs/demo)")
-    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="passed on to jobs/generate.py")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="passed on to jobs/pipeline.py")
     arguments = parser.parse_args()
     run_dir = arguments.run.absolute()
     started = time.monotonic()
-    _say("1/4 a real SGLang for CPU, in an environment of its own")
+    _say("1/3 a real SGLang for CPU, in an environment of its own, and the target SmolLM2-135M-Instruct")
     install()
-    _say("2/4 the target: SmolLM2-135M-Instruct")
-    folder = model()
-    settings = [f"run.dir={run_dir}", f"prompts.path={_ROOT / 'demo' / 'prompts'}", "generate.max_new_tokens=96"]
-    if RunDir(run_dir).succeeded("generate"):
-        _say(f"3/4 {run_dir} is complete already: the job has nothing to do and needs no server")
-        code = _submit([*settings, *arguments.overrides])
-    else:
-        _say("3/4 SGLang starts (about half a minute)")
-        with Server(folder) as server:
-            code = _submit([*settings, f"generate.endpoints={server.url}", *arguments.overrides])
-    if not RunDir(run_dir).manifest():
-        return code
-    _say(f"4/4 what there is now, {time.monotonic() - started:.0f} s after the start")
-    print(doctor.describe(RunDir(run_dir)))
+    model()
+    _say("2/3 the pipeline: generate, capture, train, evaluate")
+    data = [f"prompts.path={_ROOT / 'demo' / 'prompts'}", f"evaluate.prompts={_ROOT / 'demo' / 'eval'}"]
+    code = _submit([f"run.dir={run_dir}", *data, *_SMALL, *arguments.overrides])
+    _say(f"3/3 what there is now, {time.monotonic() - started:.0f} s after the start")
+    _tell(RunDir(run_dir))
     return code
+
+
+_SMALL = [  # for minutes instead of hours
+    "generate.max_new_tokens=96",
+    "evaluate.max_new_tokens=64",
+    "evaluate.concurrencies=[4]",
+    "evaluate.speed_prompts=8",
+]
 
 
 def _submit(settings: list[str]) -> int:
@@ -57,13 +57,30 @@ def _submit(settings: list[str]) -> int:
         "local", include_dashboard=True, dashboard_host="127.0.0.1", logging_level="warning", log_to_driver=False
     )
     try:
-        command = ["python", str(_ROOT / "jobs" / "generate.py"), "smollm2-cpu", *settings]
+        command = ["python", str(_ROOT / "jobs" / "pipeline.py"), "smollm2-cpu", *settings]
         address = f"http://{cluster.dashboard_url}"
         _say(f"    ray job submit -- {' '.join(command)}")
         submit = ["ray", "job", "submit", "--address", address, "--log-style", "record", "--", *command]
         return subprocess.run(submit, check=False).returncode
     finally:
         ray.shutdown()
+
+
+def _tell(run_dir: RunDir) -> None:
+    """The result in a few lines, from the run's own summary of its evaluation."""
+    summary = run_dir.summary("evaluate")
+    if summary is None:
+        return
+    for drafter, engine in summary["engines"].items():
+        if "acceptance" in engine:
+            same = engine["lossless"]
+            _say(
+                f"    {drafter}\n"
+                f"      acceptance length {engine['acceptance']['all']['acceptance_length']:.3f} in the real engine, "
+                f"{same['equal']} of {same['answers']} greedy answers equal to the plain engine's, "
+                f"speed against it {json.dumps(engine['speedup'])}"
+            )
+    _say(f"    the report: {run_dir.path / 'report.html'}")
 
 
 def _say(text: str) -> None:

@@ -61,7 +61,7 @@ def run(config: Config) -> dict[str, Any]:
     started = time.monotonic()
     run_dir = RunDir(config.run.dir)
     target = resolve(config.target.model, weights=True)
-    with WriterLock(run_dir):
+    with WriterLock(run_dir) as lock:
         sequences = corpus.make(run_dir)
         capture.check_corpus_is_of(run_dir, target)
         fingerprint = _fingerprint(run_dir, config, sequences, target)
@@ -78,7 +78,7 @@ def run(config: Config) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.sweep(folder / "checkpoints")
         (folder / STOP).unlink(missing_ok=True)
-        settings = _settings(run_dir, config, sequences, target, plan)
+        settings = _settings(run_dir, config, sequences, target, plan, lock.token)
         stopped_by = None
         try:
             with Watch(folder / LOG):
@@ -202,7 +202,9 @@ def _dtype(train: Train) -> str:
     return train.dtype or ("bfloat16" if train.gpus_per_worker else "float32")
 
 
-def _settings(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles, plan: str) -> TrainSettings:
+def _settings(
+    run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles, plan: str, token: str
+) -> TrainSettings:
     train, folder = config.train, run_dir.stage(STAGE)
     heldout = sequences.heldout(train.heldout)
     train_rows = np.flatnonzero(~heldout).tolist()
@@ -239,6 +241,7 @@ def _settings(run_dir: RunDir, config: Config, sequences: Corpus, target: Target
         vocabulary=vocabulary,
         warm_start=Path(train.drafter) if train.drafter else None,
         plan=plan,
+        token=token,
         feed=train.feed,
         cache=run_dir.stage(capture.STAGE) / "shards" if train.feed == "cache" else None,
         storage=config.capture.storage,

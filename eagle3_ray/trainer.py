@@ -37,7 +37,7 @@ from eagle3_ray.drafter.vocabulary import DraftVocabulary
 from eagle3_ray.drafting import from_checkpoint, from_scratch
 from eagle3_ray.feeds import CacheFeed, Fed, Feed, StreamFeed
 from eagle3_ray.metrics import TrainMetrics
-from eagle3_ray.runs import write_json
+from eagle3_ray.runs import RunError, WriterLock, write_json
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.train_log import StepLog
 
@@ -64,6 +64,7 @@ class TrainSettings:
     vocabulary: DraftVocabulary  # of one from scratch
     warm_start: Path | None  # a published drafter to begin from
     plan: str  # names everything that the steps depend on
+    token: str  # of the job that owns the run
     feed: str
     cache: Path | None
     storage: str
@@ -294,6 +295,9 @@ class Worker:
         return torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
 
     def _asked_to_stop(self) -> bool:
+        run = str(self._settings.folder.parent)
+        if not WriterLock.is_current(run, self._settings.token):
+            raise RunError(f"another job has taken over {run}; this one trains no further")
         asked = float((self._settings.folder / STOP).exists())
         if self._world == 1:
             return asked > 0

@@ -1,0 +1,179 @@
+"""The train job on a cluster, with a real model in miniature: what it leaves, and that no interruption changes it."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from eagle3_ray.drafter.export import validate
+from eagle3_ray.train_log import read_log
+from tests.jobs import Jobs, Result
+from tests.writing_model import make_tiny_model, make_tiny_run, written_by
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-model")
+
+
+@pytest.fixture(scope="module")
+def sequences(model: Path) -> list[dict[str, Any]]:
+    return written_by(model, 60)
+
+
+def words(run: Path, model: Path) -> list[str]:
+    return [
+        f"run.dir={run}",
+        f"target.model={model}",
+        "generate.temperature=0",
+        "capture.cpus_per_target=0.5",
+        "train.cpus_per_worker=1",
+        "train.batch_tokens=128",
+        "train.step_tokens=256",
+        "train.epochs=6",
+        "train.ttt_steps=3",
+        "train.learning_rate=2e-3",
+        "train.heldout=0.15",
+        "train.validate_every=10",
+        "train.checkpoint_every=3",
+    ]
+
+
+def curve(run: Path) -> list[tuple[int, float, list[float]]]:
+    """Step, loss and losses by TTT step, of every step."""
+    lines = [line for line in read_log(run / "train" / "steps.jsonl") if "loss" in line]
+    return [(line["step"], line["loss"], line["step_losses"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Result]:
+    """A training that nothing interrupts."""
+    run = make_tiny_run(tmp_path_factory.mktemp("whole") / "run", model, sequences)
+    result = cluster.run(*words(run, model), job="train")
+    assert result.code == 0, result.stderr
+    return run, result
+
+
+def test_training_lowers_the_loss_and_leaves_a_drafter_that_engines_load(
+    whole: tuple[Path, Result], model: Path
+) -> None:
+    run, result = whole
+    losses = [first for _, _, (first, *_) in curve(run)]  # of the TTT step that is there from the beginning
+    assert [step for step, _, _ in curve(run)] == list(range(1, result.summary["expected"] + 1))
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert result.summary["steps"] == result.summary["expected"]
+    target_config = json.loads((model / "config.json").read_text())
+    assert validate(run / "train" / "drafter", target_config).aux_layers == (2, 4, 5)
+    drafter, initial = (load_file(run / "train" / name / "model.safetensors") for name in ("drafter", "initial"))
+    assert set(drafter) == set(initial)
+    assert not drafter["fc.weight"].equal(initial["fc.weight"])
+    assert "--speculative-algorithm EAGLE3" in result.summary["launch"]
+
+
+def test_every_supervised_token_of_an_epoch_is_trained_on_once(
+    whole: tuple[Path, Result], sequences: list[dict[str, Any]]
+) -> None:
+    run, result = whole
+    log = [line for line in read_log(run / "train" / "steps.jsonl") if "loss" in line]
+    epochs = [sum(line["tokens"] for line in log if line["epoch"] == epoch) for epoch in range(6)]
+    assert len(set(epochs)) == 1
+    everything = sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in sequences)
+    assert 0.7 * everything < epochs[0] < everything  # the rest is held out
+    assert result.summary["tokens"] == 6 * epochs[0]
+
+
+def test_a_finished_training_has_nothing_to_do(cluster: Jobs, whole: tuple[Path, Result], model: Path) -> None:
+    run, result = whole
+    again = cluster.run(*words(run, model), job="train")
+    assert (again.code, again.summary) == (0, result.summary)
+
+
+def test_three_kills_leave_a_loss_curve_that_is_equal_to_the_last_bit(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    for after in (4, 10, 17):
+        job = cluster.start(*words(run, model), job="train")
+        _wait_for_step(run, after, job)
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+    result = cluster.run(*words(run, model), job="train")
+    assert result.code == 0, result.stderr
+    assert curve(run) == curve(whole[0])
+
+
+def test_sigterm_saves_the_step_in_hand_and_the_next_job_goes_on_from_it(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    job = cluster.start(*words(run, model), "train.checkpoint_every=1000", job="train")
+    _wait_for_step(run, 5, job)
+    job.send_signal(signal.SIGTERM)
+    stdout, stderr = job.communicate(timeout=60)
+    summary = json.loads(stdout.splitlines()[-1])
+    assert (job.returncode, summary["status"], summary["stopped_by"]) == (1, "stopped", "SIGTERM"), stderr
+    assert summary["steps"] >= 5
+    result = cluster.run(*words(run, model), "train.checkpoint_every=1000", job="train")
+    assert result.code == 0, result.stderr
+    assert curve(run) == curve(whole[0])
+
+
+def test_two_workers_learn_what_one_does(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    result = cluster.run(*words(run, model), "train.workers=2", job="train")
+    assert result.code == 0, result.stderr
+    for (step, loss, losses), (same, expected, each) in zip(curve(run), curve(whole[0]), strict=True):
+        assert step == same
+        assert loss == pytest.approx(expected, rel=1e-3)
+        assert losses == pytest.approx(each, rel=1e-3)
+
+
+def test_a_training_from_the_cache_learns_what_one_from_the_stream_does(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    refused = cluster.run(*words(run, model), "train.feed=cache", job="train")
+    assert (refused.code, "jobs/capture.py" in refused.stderr) == (2, True)
+    assert cluster.run(*words(run, model), job="capture").code == 0
+    result = cluster.run(*words(run, model), "train.feed=cache", job="train")
+    assert result.code == 0, result.stderr
+    for (_, loss, _), (_, expected, _) in zip(curve(run), curve(whole[0]), strict=True):
+        assert loss == pytest.approx(expected, rel=0.01)  # both in bf16, captured beside other sequences
+
+
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    job = cluster.start(*words(run, model), job="train")
+    _wait_for_step(run, 11, job)
+    job.send_signal(signal.SIGKILL)
+    job.communicate()
+    newest = sorted((run / "train" / "checkpoints").glob("[0-9]*"))[-1] / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    result = cluster.run(*words(run, model), job="train")
+    assert result.code == 0, result.stderr
+    assert curve(run) == curve(whole[0])
+
+
+def test_other_settings_are_refused_with_their_name(cluster: Jobs, whole: tuple[Path, Result], model: Path) -> None:
+    result = cluster.run(*words(whole[0], model), "train.learning_rate=1e-4", job="train")
+    assert result.code == 2
+    assert "train.learning_rate was 0.002 and is now 0.0001" in result.stderr
+
+
+def _wait_for_step(run: Path, step: int, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 150
+    while not any(line["step"] >= step for line in read_log(run / "train" / "steps.jsonl")):
+        assert job.poll() is None, job.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

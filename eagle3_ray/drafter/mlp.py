@@ -21,11 +21,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        tensors = [x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight]
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
-            x, *weights = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, *weights))
-        out: Tensor = _GatedMLP.apply(x, *weights)
+            tensors = [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+        out: Tensor = _GatedMLP.apply(*tensors)
         return out
 
 

@@ -12,7 +12,7 @@ from eagle3_ray.report.svg import INK, MUTED, SERIES, colours, draw, legend_abov
 
 MOST_ROWS = 12
 """Partitions or datasets in one plot; the tables hold all."""
-_NAME = 20  # letters of a name beside bars
+_NAME = 24  # letters of a name beside bars
 
 Numbers = Mapping[str, Any]
 

@@ -69,7 +69,7 @@ def _generated(path: Path, target: Path) -> RunDir:
         | {"reason": f"the answer ends in a loop of {64 + i} tokens"}
         for i in range(7)
     ] + [
-        sequence(f"evil{i}", [IM_START, 100], [*evil, IM_START, IM_END])
+        sequence(f"evil{i}<img src=x>", [IM_START, 100], [*evil, IM_START, IM_END], partition="<i>&")
         | {"reason": f"special token {IM_START} inside the answer, at position {len(evil)}"}
         for i in range(3)
     ]
@@ -351,8 +351,8 @@ def test_the_numbers_of_the_page_are_those_of_the_json(full: RunDir, page: _Text
 def test_a_script_in_an_answer_is_text_and_special_tokens_are_marked(full: RunDir, page: _Text) -> None:
     html = (full.path / "report.html").read_text()
     assert "&lt;script&gt;alert(&#39;owned&#39;)&lt;/script&gt;<mark>&lt;|im_start|&gt;</mark>" in html
-    assert "script" not in page.tags
-    assert "maths &amp; logic" in html
+    assert page.tags.isdisjoint({"script", "img", "i"})
+    assert "<i>&/evil0<img src=x>, turn 0: 2 + " in page.text
 
 
 def test_the_page_loads_nothing_and_its_ids_are_unique(page: _Text) -> None:
@@ -464,7 +464,7 @@ _READY = """new Promise(done => {
 })"""
 _MEASURE = """({
     paper: getComputedStyle(document.body).backgroundColor,
-    overflow: document.documentElement.scrollWidth - innerWidth,
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     plots: [...document.querySelectorAll('svg')].filter(plot => plot.getBoundingClientRect().height > 80).length,
 })"""
 

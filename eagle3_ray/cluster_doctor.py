@@ -144,12 +144,14 @@ def _judge_node(node: NodeFacts, our_code: str, sglang_required: bool) -> Iterat
     else:
         yield "OK", shm, ""
     full = 1 - node.disk_free / node.disk_total
-    disk = f"{_gib(node.disk_free)} of {_gib(node.disk_total)} are free where Ray spills objects"
+    disk = (
+        f"{_gib(node.disk_free)} of {_gib(node.disk_total)} are free in {node.spill_folder}, where Ray spills objects"
+    )
     remedy = "Free some space or start Ray with --object-spilling-directory on a larger disk."
     if full > _SPILL_LIMIT:
-        yield "FAIL", f"{disk}, and Ray stops at {_SPILL_LIMIT:.0%} full", remedy
+        yield "FAIL", f"{disk}; Ray stops at {_SPILL_LIMIT:.0%} full", remedy
     elif full > _SPILL_LIMIT - 0.1:
-        yield "WARN", f"{disk}, and Ray stops at {_SPILL_LIMIT:.0%} full", remedy
+        yield "WARN", f"{disk}; Ray stops at {_SPILL_LIMIT:.0%} full", remedy
     else:
         yield "OK", disk, ""
     unlimited = node.open_files == resource.RLIM_INFINITY

@@ -60,6 +60,7 @@ class NodeFacts:
     drivers: tuple[str, ...]
     sglang: SGLang | None
     shm: int
+    spill_folder: str
     disk_free: int
     disk_total: int
     open_files: int
@@ -77,8 +78,8 @@ class NodeProbe:
     def look(self, name: str, resources: Mapping[str, float], sglang_python: str, sglang_everywhere: bool) -> NodeFacts:
         """All that needs no other node. SGLang is asked where there are GPUs, or everywhere if told so."""
         gpus = _gpus()
-        node = ray._private.worker._global_node  # the session folder, where objects spill to, has no public name
-        disk = shutil.disk_usage(node.get_session_dir_path())
+        spill_folder = _spill_folder()
+        disk = shutil.disk_usage(spill_folder)
         ray_gpus = int(resources.get("GPU", 0))
         return NodeFacts(
             name=name,
@@ -90,6 +91,7 @@ class NodeProbe:
             drivers=tuple(sorted({driver for _, driver in gpus})),
             sglang=ask_sglang(sglang_python) if ray_gpus or sglang_everywhere else None,
             shm=shutil.disk_usage("/dev/shm").total,
+            spill_folder=spill_folder,
             disk_free=disk.free,
             disk_total=disk.total,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -179,6 +181,13 @@ def _gpus() -> list[tuple[str, str]]:
         return []
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True) if done.returncode == 0 else ()
     return [(row[0], row[1]) for row in rows if len(row) == 2]
+
+
+def _spill_folder() -> str:
+    """Where this node's objects go that do not fit into memory: ray 2.60 tells only its raylet, our parent process."""
+    words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    told = [word.partition("=")[2] for word in words if word.startswith("--fallback_directory=")]
+    return told[0] if told else str(ray._private.worker._global_node.get_session_dir_path())
 
 
 def source_code() -> str:

@@ -318,4 +318,4 @@ def _labels(axis: Axes, x: str, y: str) -> None:
         if scale == "linear" and limits[1] >= 1000:
             one.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if axis.get_xscale() == "linear":
-        axis.xaxis.set_major_locator(MaxNLocator(6))
+        axis.xaxis.set_major_locator(MaxNLocator(6, integer=x == "step"))

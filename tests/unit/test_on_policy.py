@@ -1,10 +1,12 @@
 """Scores of answers against a softmax written out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from eagle3_ray.target.on_policy import OnPolicyLimits, label_logprobs, on_policy
+from eagle3_ray.target.on_policy import OnPolicyLimits, Score, label_logprobs, on_policy
 from eagle3_ray.target.protocol import CaptureError, States, TargetParts, TokenSequence
 
 H, V, T, PROMPT = 8, 50, 30, 10
@@ -101,6 +103,17 @@ def test_an_answer_from_the_first_token_on_and_one_without_tokens_are_told(state
     assert on_policy(states, TokenSequence("a", ids, 0), None, parts, temperature=1).tokens == T - 1
     empty = on_policy(states, TokenSequence("a", ids, T), None, parts, temperature=1)
     assert OnPolicyLimits().reason(empty) == "no answer token"
+
+
+def test_a_small_change_of_all_sequences_shows_in_their_median() -> None:
+    honest = Score(40, "bfloat16", False, 0.02, 0.03, 0.06, 0.9, -0.4)
+    moved = replace(honest, mean_difference=0.05, worst_window=0.09, relative_difference=0.16)
+    limits = OnPolicyLimits()
+    assert limits.reason(moved) is None
+    assert limits.reason_for_all([honest] * 20) is None
+    assert limits.reason_for_all([honest] * 11 + [moved] * 9) is None
+    assert "half of 20 sequences" in str(limits.reason_for_all([honest] * 9 + [moved] * 11))
+    assert limits.reason_for_all([moved] * 8) is None
 
 
 def test_recorded_values_of_another_length_are_refused(states: States, parts: TargetParts) -> None:

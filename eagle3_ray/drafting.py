@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """The drafter at both ends of a training: what it begins from, and what is served in the end."""
 
 import json

@@ -22,8 +22,9 @@ from eagle3_ray.sglang_cpu import Server, in_venv
 from eagle3_ray.sglang_cpu.processes import HOST, ServerFailed, ServerProcess, free_port
 from eagle3_ray.target.files import TargetFiles
 
-_CRASH_LOOP_S = 60.0
-"""A server that did not live this long after starting is not started a third time."""
+_EARLY_S = 60.0
+_MOST_EARLY_DEATHS = 3
+"""A server that dies so often in a row, each time within the time above, is given up."""
 
 _PARENT_WATCH = Path(in_venv.__file__).parent / "parent_watch.py"
 
@@ -32,11 +33,11 @@ class ManagedServer:
     """One server on this node; a Ray actor. Raises ServerFailed where it does not start."""
 
     def __init__(self, model: str, gpus: int, launch: str, args: Sequence[str]) -> None:
-        self._make = lambda port: _server(Path(model), gpus, launch, args, port)
+        self._model, self._gpus, self._launch, self._args = Path(model), gpus, launch, args
         self._port = free_port()
         self._ending = threading.Event()
         self._failure: str | None = None
-        self._server = self._make(self._port).start()
+        self._server = self._start()
         threading.Thread(target=self._keep_alive, daemon=True).start()
 
     def url(self) -> str:
@@ -52,7 +53,11 @@ class ManagedServer:
         """Why the server was given up; None while it lives or is being started again."""
         return self._failure
 
+    def _start(self) -> ServerProcess:
+        return _server(self._model, self._gpus, self._launch, self._args, self._port).start()
+
     def _keep_alive(self) -> None:
+        early_deaths = 0
         while not self._ending.is_set():
             started = time.monotonic()
             try:
@@ -61,11 +66,12 @@ class ManagedServer:
                 self._server.kill()
                 if self._ending.is_set():
                     return
-                if time.monotonic() - started < _CRASH_LOOP_S:
+                early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
+                if early_deaths == _MOST_EARLY_DEATHS:
                     self._failure = str(death)
                     return
             try:
-                self._server = self._make(self._port).start()
+                self._server = self._start()
             except ServerFailed as death:
                 self._failure = str(death)
                 return
@@ -75,7 +81,9 @@ def _server(model: Path, gpus: int, launch: str, args: Sequence[str], port: int)
     if gpus == 0:
         return Server(model, port=port, args=args)
     command = [sys.executable, str(_PARENT_WATCH), *shlex.split(launch), "--model-path", str(model)]
-    place = ["--host", HOST, "--port", str(port), "--tp-size", str(gpus)]
+    several = sum(node["Alive"] for node in ray.nodes()) > 1
+    host = ray.util.get_node_ip_address() if several else HOST  # loopback for as long as nobody else has to reach it
+    place = ["--host", host, "--port", str(port), "--tp-size", str(gpus)]
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return ServerProcess(
         [*command, *place, *args],
@@ -83,6 +91,7 @@ def _server(model: Path, gpus: int, launch: str, args: Sequence[str], port: int)
         env=inherited | {"EAGLE3_RAY_SERVER_PARENT": str(os.getpid())},
         log=None,
         startup_timeout_s=3600,
+        host=host,
     )
 
 
@@ -112,5 +121,7 @@ def endpoints(config: Config, target: TargetFiles) -> Iterator[list[str]]:
     finally:
         for server in servers:
             with suppress(ray.exceptions.RayError):  # it ended by itself, and its server with it
+                if failure := ray.get(server.failure.remote(), timeout=30):
+                    print(failure, file=sys.stderr)
                 ray.get(server.stop.remote(), timeout=30)
             ray.kill(server)

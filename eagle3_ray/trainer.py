@@ -1,3 +1,4 @@
+# mypy: allow-subclassing-any
 """What every training worker does: takes its batches of each step of the plan, plays TTT, reduces, steps, validates.
 
 The loss of a step is a sum over supervised positions divided by their number in the whole step, which the plan tells.

@@ -83,9 +83,10 @@ class ServerProcess:
         env: Mapping[str, str],
         log: Path | None,
         startup_timeout_s: float,
+        host: str = HOST,
     ) -> None:
         self.port = port
-        self.url = f"http://{HOST}:{port}"
+        self.url = f"http://{host}:{port}"
         self.log = log or Path(tempfile.mkdtemp(prefix="sglang-cpu-")) / "server.log"
         self._command = list(map(str, command))
         self._env = dict(env)

@@ -32,6 +32,7 @@ from eagle3_ray.runs import RunDir, RunError, WriterLock
 from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
+from eagle3_ray.target.on_policy import OnPolicyLimits
 
 STAGE = "capture"
 _SAY_EVERY_S = 5.0
@@ -188,8 +189,8 @@ def _shard(sequences: Corpus, rows: Sequence[int]) -> Shard:
     return Shard(f"{rows[0]:010}-{digest}", tuple(rows))
 
 
-def settings_of(config: Config, sequences: Corpus, target: TargetFiles) -> CaptureSettings:
-    """What a capturing actor needs, from the configuration."""
+def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> CaptureSettings:
+    """What a capturing actor needs, from the configuration and from the engine that generated."""
     capture = config.capture
     if capture.endpoints and len(capture.endpoints) != capture.targets:
         raise ConfigError(
@@ -210,7 +211,15 @@ def settings_of(config: Config, sequences: Corpus, target: TargetFiles) -> Captu
         endpoints=tuple(capture.endpoints),
         server_args=tuple(capture.server_args),
         launch=config.target.launch,
+        limits=_limits(run_dir),
     )
+
+
+def _limits(run_dir: RunDir) -> OnPolicyLimits:
+    """What rounding alone explains: an engine of less than float32 moves log-probabilities, whatever we capture in."""
+    engine = run_dir.manifest()[GENERATE]["fingerprint"].get("engine.dtype", "float32")
+    limits = OnPolicyLimits()
+    return limits if engine == "float32" else OnPolicyLimits(float32=limits.bfloat16)
 
 
 def fingerprint_of(run_dir: RunDir, capture: Capture, sequences: Corpus, target: TargetFiles) -> dict[str, Any]:
@@ -261,7 +270,7 @@ def _pipeline(
     stored = ray.data.from_items(work, override_num_blocks=len(work)).map_batches(
         ShardCapturer,
         fn_constructor_args=(
-            settings_of(config, sequences, target),
+            settings_of(run_dir, config, sequences, target),
             str(run_dir.stage(STAGE)),
             capture.storage,
             {"fingerprint": run_dir.manifest()[STAGE]["fingerprint"]},

@@ -7,8 +7,9 @@ every sequence is held against its recorded log-probabilities. What does not fit
 import shlex
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from eagle3_ray.metrics import CaptureMetrics
 from eagle3_ray.runs import RunError, WriterLock
 from eagle3_ray.states_cache import ShardWriter, encode
 from eagle3_ray.target.parts import load_parts
-from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, self_check
+from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, second_route, self_check
 from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TokenSequence
 
-_PROBES = 3
+_PROBES = 2
+_SCORES_TOGETHER = 256
+_LARGEST_LOADED_TWICE = 4e9  # bytes of weights
 _LIVES = 3
 
 SCORES_SCHEMA = pa.schema(
@@ -36,6 +39,7 @@ SCORES_SCHEMA = pa.schema(
         ("tokens", pa.int32()),
         ("mean_difference", pa.float32()),
         ("worst_window", pa.float32()),
+        ("relative_difference", pa.float32()),
         ("argmax_agreement", pa.float32()),
         ("mean_logprob", pa.float32()),
         ("reason", pa.string()),  # null unless the sequence is set aside
@@ -66,10 +70,14 @@ class CaptureSettings:
 
 @dataclass(frozen=True)
 class Captured:
-    """A sequence's states [T, 4H], and why they must not train, if so."""
+    """A sequence's states [T, 4H], the target's likeliest next tokens, and why they must not train, if so.
+
+    `likeliest` is int64 [T]: the target's choice after each token that an answer token follows, -1 after all others.
+    """
 
     row: int
     states: torch.Tensor
+    likeliest: torch.Tensor
     score: Score
     reason: str | None
 
@@ -85,8 +93,11 @@ class Capturer:
         torch.set_num_threads(max(1, int(settings.cpus)))
         self._settings, self._number = settings, number
         self._corpus = settings.corpus
-        self._parts = load_parts(settings.target, torch.float32 if settings.dtype == "float32" else torch.bfloat16)
+        parts = load_parts(settings.target, torch.float32 if settings.dtype == "float32" else torch.bfloat16)
+        device = torch.device("cuda" if settings.gpus and torch.cuda.is_available() else "cpu")
+        self._parts = replace(parts, lm_head=parts.lm_head.to(device))  # scores are computed where it lies
         self._metrics = CaptureMetrics()
+        self._scores: deque[Score] = deque(maxlen=_SCORES_TOGETHER)
         self._target = self._proved()
 
     def capture(self, rows: Sequence[int]) -> list[Captured]:
@@ -102,7 +113,12 @@ class Capturer:
                 temperature=self._settings.temperature,
             )
             joined = torch.cat([states.aux_hidden, states.last_hidden], dim=1)
-            found.append(Captured(row, joined, score, self._settings.limits.reason(score)))
+            likeliest = torch.full((len(joined),), -1, dtype=torch.int64)
+            likeliest[len(joined) - 1 - score.tokens : -1] = score.likeliest
+            found.append(Captured(row, joined, likeliest, score, self._settings.limits.reason(score)))
+        self._scores.extend(captured.score for captured in found)
+        if (reason := self._settings.limits.reason_for_all(self._scores)) is not None:
+            raise CaptureError(reason)
         tokens = sum(len(captured.states) for captured in found)
         self._metrics.captured(len(found), tokens, time.monotonic() - started)
         for captured in found:
@@ -114,19 +130,30 @@ class Capturer:
         """The target, once it has reproduced what the engine said of some sequences."""
         target = _open(self._settings, self._number)
         try:
-            for row in _probes(self._corpus):
+            for number, row in enumerate(_probes(self._corpus)):
+                sequence = self._sequence(row)
                 self_check(
                     target,
                     self._parts,
-                    self._sequence(row),
+                    sequence,
                     self._corpus.logprobs(row),
                     temperature=self._settings.temperature,
+                    reference=self._second_route(sequence) if number == 0 else None,
                     limits=self._settings.limits,
                 )
         except CaptureError:
             target.close()
             raise
         return target
+
+    def _second_route(self, sequence: TokenSequence) -> States | None:
+        """The same states by transformers' own list of hidden states, where the model is small enough to load twice."""
+        settings = self._settings
+        size = sum(path.stat().st_size for path in settings.target.glob("*.safetensors"))
+        if size > _LARGEST_LOADED_TWICE:
+            return None
+        dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+        return second_route(settings.target, settings.layers, sequence, dtype)
 
     def _states(self, sequences: list[TokenSequence]) -> list[States]:
         """Captures; an engine that died is replaced, and only what it had in hand is done again."""
@@ -216,7 +243,7 @@ class ShardCapturer:
                         scores.append(self._score(captured))
                         if captured.reason is None:
                             sha = self._corpus.token_sha(captured.row)
-                            writer.add(captured.row, sha, captured.states, self._storage)
+                            writer.add(captured.row, sha, captured.states, captured.likeliest, self._storage)
             _write_scores(self._folder / "scores" / f"{shard}.parquet", scores)
             run_path = str(self._folder.parent)
             if not WriterLock.is_current(run_path, self._token):
@@ -243,6 +270,7 @@ class ShardCapturer:
             "tokens": len(captured.states),
             "mean_difference": score.mean_difference,
             "worst_window": score.worst_window,
+            "relative_difference": score.relative_difference,
             "argmax_agreement": score.argmax_agreement,
             "mean_logprob": score.mean_logprob,
             "reason": captured.reason,
@@ -258,11 +286,14 @@ class StreamCapturer:
     def ready(self) -> None:
         """Returns when the target is loaded and has proved itself."""
 
-    def fetch(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.uint16], list[str | None]]:
-        """The states of `rows` one behind the other, as the bits of bfloat16 [T, 4H], and why some must not train."""
+    def fetch(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64], list[str | None]]:
+        """Of `rows`, one behind the other: states as the bits of bfloat16 [T, 4H], likeliest tokens [T]; and why some
+        of them must not train.
+        """
         found = [captured for pack in self._capturer.packs(rows) for captured in self._capturer.capture(pack)]
         stored, _ = encode(torch.cat([captured.states for captured in found]), "bf16")
-        return stored, [captured.reason for captured in found]
+        likeliest = torch.cat([captured.likeliest for captured in found]).numpy()
+        return stored, likeliest, [captured.reason for captured in found]
 
 
 def _write_scores(path: Path, scores: list[dict[str, Any]]) -> None:

@@ -63,12 +63,13 @@ class CacheFeed:
 
     def _read(self, batch: Batch) -> Fed:
         rows = [row for row in batch.rows if row in self._held]
-        states = [self._cache.read(row, self._corpus.token_sha(row)) for row in rows]
+        read = [self._cache.read(row, self._corpus.token_sha(row)) for row in rows]
         if not rows:  # the plan holds a batch of sequences that were all set aside: an empty loss, for every worker
             row = batch.rows[0]
             blank = torch.zeros(int(self._corpus.tokens[row]), STATES * self._hidden, dtype=torch.bfloat16)
-            return Fed(packed(self._corpus, [row], blank, {row}), len(batch.rows))
-        return Fed(packed(self._corpus, rows, torch.cat(states), set()), len(batch.rows) - len(rows))
+            return Fed(packed(self._corpus, [row], blank, torch.zeros(len(blank)).long(), {row}), len(batch.rows))
+        states, likeliest = (torch.cat(tensors) for tensors in zip(*read, strict=True))
+        return Fed(packed(self._corpus, rows, states, likeliest, set()), len(batch.rows) - len(rows))
 
 
 class StreamFeed:
@@ -91,14 +92,16 @@ class StreamFeed:
             yield self._take(*under_way.popleft())
 
     def _take(self, batch: Batch, answer: Any) -> Fed:
-        stored, reasons = ray.get(answer)
+        stored, likeliest, reasons = ray.get(answer)
         bad = {row for row, reason in zip(batch.rows, reasons, strict=True) if reason is not None}
         states = decode(np.array(stored), None, "bf16")  # a copy: what is in the object store can go
-        return Fed(packed(self._corpus, batch.rows, states, bad), len(bad))
+        return Fed(packed(self._corpus, batch.rows, states, torch.from_numpy(np.array(likeliest)), bad), len(bad))
 
 
-def packed(corpus: Corpus, rows: Sequence[int], states: torch.Tensor, bad: set[int]) -> PackedBatch:
-    """Puts ids, states [T, 4H] and loss mask of the sequences together; `bad` ones get an empty mask."""
+def packed(
+    corpus: Corpus, rows: Sequence[int], states: torch.Tensor, likeliest: torch.Tensor, bad: set[int]
+) -> PackedBatch:
+    """Puts ids, states [T, 4H], likeliest tokens [T] and mask together; `bad` sequences get an empty mask."""
     lengths = [int(corpus.tokens[row]) for row in rows]
     mask = torch.zeros(sum(lengths), dtype=torch.bool)
     start = 0
@@ -113,4 +116,5 @@ def packed(corpus: Corpus, rows: Sequence[int], states: torch.Tensor, bad: set[i
         last_hidden=states[:, 3 * hidden :],
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
         loss_mask=mask,
+        target_argmax=likeliest,
     )

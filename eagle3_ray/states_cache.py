@@ -1,8 +1,9 @@
 """Captured states on disk: one Parquet file a shard, one row group a sequence, a checksum on every page.
 
-States are one tensor [T, 4H]: the three auxiliary states and the last one side by side. A row holds up to 1,024 tokens
-of a sequence, so no value nears Parquet's 2 GB. A shard gets its name when it is whole; reading a sequence reads its
-row group.
+States are one tensor [T, 4H]: the three auxiliary states and the last one side by side. Beside them stands the target's
+likeliest next token after each token, which training would otherwise look for in all of the vocabulary. A row holds
+up to 1,024 tokens of a sequence, so no value nears Parquet's 2 GB. A shard gets its name when it is whole; reading
+a sequence reads its row group.
 
     bf16   2 bytes a number, 8H bytes a token: what a bf16 target computes
     fp8    e4m3 with a float32 scale for each token and each of the four states: 4H + 16 bytes a token
@@ -29,7 +30,15 @@ STATES = 4
 
 _CHUNK_TOKENS = 1024
 _FP8_MAX = 448.0
-_SCHEMA = pa.schema([("row", pa.int64()), ("token_sha", pa.string()), ("states", pa.binary()), ("scales", pa.binary())])
+_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("token_sha", pa.string()),
+        ("states", pa.binary()),
+        ("scales", pa.binary()),
+        ("likeliest", pa.binary()),
+    ]
+)
 _ABOUT = b"eagle3_ray.shard"
 
 
@@ -42,8 +51,8 @@ class DamagedShard(RuntimeError):
 
 
 def bytes_per_token(hidden: int, storage: str) -> int:
-    """Bytes that a token's four states take."""
-    return {"bf16": 8 * hidden, "fp8": 4 * hidden + 4 * STATES, "fp32": 16 * hidden}[storage]
+    """Bytes that a token's four states take, and its likeliest successor."""
+    return 4 + {"bf16": 8 * hidden, "fp8": 4 * hidden + 4 * STATES, "fp32": 16 * hidden}[storage]
 
 
 def encode(states: torch.Tensor, storage: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None]:
@@ -82,15 +91,17 @@ class ShardWriter:
             self._temporary, _SCHEMA, compression="none", use_dictionary=False, write_page_checksum=True
         )
 
-    def add(self, row: int, token_sha: str, states: torch.Tensor, storage: str) -> None:
-        """Adds the states [T, 4H] of a sequence as one row group."""
+    def add(self, row: int, token_sha: str, states: torch.Tensor, likeliest: torch.Tensor, storage: str) -> None:
+        """Adds a sequence as one row group: states [T, 4H], and the target's likeliest token after each token [T]."""
         stored, scales = encode(states, storage)
+        tokens = likeliest.numpy().astype("<i4")
         chunks = [
             {
                 "row": row,
                 "token_sha": token_sha,
                 "states": stored[first : first + _CHUNK_TOKENS].tobytes(),
                 "scales": None if scales is None else scales[first : first + _CHUNK_TOKENS].tobytes(),
+                "likeliest": tokens[first : first + _CHUNK_TOKENS].tobytes(),
             }
             for first in range(0, len(stored), _CHUNK_TOKENS)
         ]
@@ -147,8 +158,8 @@ class StatesCache:
         """The sequences that the cache holds."""
         return sorted(self._places)
 
-    def read(self, row: int, token_sha: str) -> torch.Tensor:
-        """The states [T, 4H] of a sequence.
+    def read(self, row: int, token_sha: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states [T, 4H] of a sequence, and the target's likeliest token after each token, int64 [T].
 
         Raises:
             DamagedShard: a page's checksum does not match, or these are the states of other tokens.
@@ -166,7 +177,8 @@ class StatesCache:
         scales = None
         if self._storage == "fp8":
             scales = np.frombuffer(bytearray(b"".join(chunks["scales"])), "<f4").reshape(-1, STATES)
-        return decode(stored, scales, self._storage)
+        likeliest = np.frombuffer(b"".join(chunks["likeliest"]), "<i4").astype(np.int64)
+        return decode(stored, scales, self._storage), torch.from_numpy(likeliest)
 
 
 def sweep(folder: Path) -> None:

@@ -245,7 +245,7 @@ def _settings(
         feed=train.feed,
         cache=run_dir.stage(capture.STAGE) / "shards" if train.feed == "cache" else None,
         storage=config.capture.storage,
-        targets=_targets(config, sequences, target) if train.feed == "stream" else (),
+        targets=_targets(run_dir, config, sequences, target) if train.feed == "stream" else (),
         dtype=_dtype(train),
         gpu=train.gpus_per_worker > 0,
         threads=max(1, int(train.cpus_per_worker)),
@@ -271,9 +271,9 @@ _PASSED_ON = (
 )
 
 
-def _targets(config: Config, sequences: Corpus, target: TargetFiles) -> list[Any]:
+def _targets(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> list[Any]:
     """Actors that capture as training asks; they outlive a worker, so the target is loaded once."""
-    about, what = config.capture, capture.settings_of(config, sequences, target)
+    about, what = config.capture, capture.settings_of(run_dir, config, sequences, target)
     actor = ray.remote(StreamCapturer).options(
         num_cpus=about.cpus_per_target, num_gpus=about.gpus_per_target, max_restarts=-1, max_task_retries=-1
     )

@@ -4,8 +4,8 @@ One wrong token anywhere before an answer token changes that token's log-probabi
 `<think>`, a re-tokenised answer, another template or checkpoint, without knowing what any of them look like.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -38,6 +38,8 @@ class Score:
     relative_difference: float | None
     argmax_agreement: float
     mean_logprob: float
+    likeliest: torch.Tensor = field(repr=False, compare=False)
+    """What the target finds likeliest in place of each of the tokens, int64 [tokens]: training asks for it, too."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,12 @@ class OnPolicyLimits:
             )
         return None
 
-    def reason_for_all(self, scores: Sequence[Score]) -> str | None:
+    def reason_for_all(self, scores: Collection[Score]) -> str | None:
         """Why all of these sequences are suspicious together, or None; fewer than FEWEST_FOR_ALL say nothing."""
         found = [score.relative_difference for score in scores if score.relative_difference is not None]
         if len(found) < FEWEST_FOR_ALL:
             return None
-        limit = self.float32 if scores[0].dtype == "float32" else self.bfloat16
+        limit = self.float32 if next(iter(scores)).dtype == "float32" else self.bfloat16
         if median(found) <= limit.median_relative_difference:
             return None
         return (
@@ -174,6 +176,7 @@ def on_policy(
         relative_difference=relative,
         argmax_agreement=float((top == labels).float().mean()) if len(labels) else 1.0,
         mean_logprob=float(logprobs.mean()) if len(labels) else 0.0,
+        likeliest=top,
     )
 
 

@@ -62,7 +62,11 @@ def assert_states_are_the_models(run: Path, folder: Path, rows: int) -> None:
         ids = torch.from_numpy(sequences.ids(row).astype("int64"))
         hidden = model.model(ids[None], output_hidden_states=True).hidden_states
         expected = torch.cat([*(hidden[layer][0] for layer in LAYERS), hidden[-1][0]], dim=1)
-        torch.testing.assert_close(cache.read(row, sequences.token_sha(row)), expected, rtol=1e-4, atol=1e-4)
+        states, likeliest = cache.read(row, sequences.token_sha(row))
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+        prompt = int(sequences.prompt_tokens[row])
+        chosen = model.lm_head(hidden[-1][0]).argmax(-1)
+        assert likeliest[prompt - 1 : -1].equal(chosen[prompt - 1 : -1])
 
 
 def _rows_of(file: Path) -> list[int]:
@@ -78,7 +82,7 @@ def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
     summary = result.summary
     assert (summary["expected"], summary["rows"], summary["quarantined"], summary["missing"]) == (60, 60, 0, 0)
     assert summary["tokens"] == sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in sequences)
-    assert summary["bytes_per_token"] == 16 * HIDDEN
+    assert summary["bytes_per_token"] == 16 * HIDDEN + 4
     assert summary["on_policy_difference"]["max"] < 1e-3
     assert_states_are_the_models(run, model, 60)
     written = [file.stat().st_mtime_ns for file in shard_files(run)]

@@ -106,7 +106,7 @@ def test_an_answer_from_the_first_token_on_and_one_without_tokens_are_told(state
 
 
 def test_a_small_change_of_all_sequences_shows_in_their_median() -> None:
-    honest = Score(40, "bfloat16", False, 0.02, 0.03, 0.06, 0.9, -0.4)
+    honest = Score(40, "bfloat16", False, 0.02, 0.03, 0.06, 0.9, -0.4, torch.empty(0))
     moved = replace(honest, mean_difference=0.05, worst_window=0.09, relative_difference=0.16)
     limits = OnPolicyLimits()
     assert limits.reason(moved) is None

@@ -25,7 +25,7 @@ def write(path: Path, storage: str, lengths: dict[int, int]) -> dict[int, torch.
     states = {row: torch.randn(tokens, 4 * HIDDEN) for row, tokens in lengths.items()}
     writer = ShardWriter(path, {"fingerprint": {"a": 1}})
     for row, values in states.items():
-        writer.add(row, f"sha{row}", values, storage)
+        writer.add(row, f"sha{row}", values, torch.arange(len(values)) - 1, storage)
     writer.commit()
     return states
 
@@ -36,7 +36,9 @@ def test_states_come_back_as_exactly_as_the_storage_can_hold_them(tmp_path: Path
     cache = StatesCache(tmp_path, HIDDEN, storage)
     assert cache.rows == [1, 3]
     for row, values in states.items():
-        read = cache.read(row, f"sha{row}").float()
+        read, likeliest = cache.read(row, f"sha{row}")
+        read = read.float()
+        assert likeliest.tolist() == list(range(-1, len(values) - 1))
         largest = values.view(len(values), 4, HIDDEN).abs().amax(2, keepdim=True).expand(-1, -1, HIDDEN).flatten(1)
         assert read.shape == values.shape
         assert ((read - values).abs() <= ERROR[storage] * values.abs() + largest * 2**-17).all()
@@ -46,7 +48,7 @@ def test_states_come_back_as_exactly_as_the_storage_can_hold_them(tmp_path: Path
 def test_a_shard_takes_the_bytes_that_the_planner_says(tmp_path: Path, storage: str) -> None:
     write(tmp_path / "a.parquet", storage, {0: 3000})
     size = (tmp_path / "a.parquet").stat().st_size
-    assert size == pytest.approx(3000 * bytes_per_token(HIDDEN, storage), rel=0.02)
+    assert size == pytest.approx(3000 * bytes_per_token(HIDDEN, storage), rel=0.03)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -59,7 +61,7 @@ def test_a_flipped_bit_anywhere_is_found_and_other_sequences_still_read(tmp_path
     cache = StatesCache(tmp_path, HIDDEN, storage)
     with pytest.raises(DamagedShard, match=r"a\.parquet"):
         cache.read(0, "sha0")
-    assert cache.read(1, "sha1").shape == (300, 4 * HIDDEN)
+    assert cache.read(1, "sha1")[0].shape == (300, 4 * HIDDEN)
     assert [damage.path for damage in verify([path])] == [path]
 
 
@@ -79,7 +81,7 @@ def test_states_of_other_tokens_are_refused(tmp_path: Path) -> None:
 
 def test_a_discarded_shard_leaves_no_file(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "a.parquet", {})
-    writer.add(0, "sha", torch.zeros(4, 4 * HIDDEN), "bf16")
+    writer.add(0, "sha", torch.zeros(4, 4 * HIDDEN), torch.zeros(4).long(), "bf16")
     writer.discard()
     assert list(tmp_path.iterdir()) == []
 

@@ -4,6 +4,7 @@ A feed is asked for batches of the plan in order and keeps a few under way ahead
 bounded by their number. Neither feed decides what is trained on: the plan does, and the states' own proof.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,8 +95,10 @@ class StreamFeed:
     def _take(self, batch: Batch, answer: Any) -> Fed:
         stored, likeliest, reasons = ray.get(answer)
         bad = {row for row, reason in zip(batch.rows, reasons, strict=True) if reason is not None}
-        states = decode(np.array(stored), None, "bf16")  # a copy: what is in the object store can go
-        return Fed(packed(self._corpus, batch.rows, states, torch.from_numpy(np.array(likeliest)), bad), len(bad))
+        with warnings.catch_warnings():  # the object store's memory cannot be written to, and nobody does
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            states, chosen = decode(stored, None, "bf16"), torch.from_numpy(likeliest)
+        return Fed(packed(self._corpus, batch.rows, states, chosen, bad), len(bad))
 
 
 def packed(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ray
 import yaml
 
 from eagle3_ray.config import Config, ConfigError, keys, load, presets
@@ -46,6 +47,7 @@ def main(
             print(dry_run(config))
             return 0
         summary = run(config)
+        ray.shutdown()  # which prints what it has to say of lost workers, so that the summary is the last line
     except SETUP_ERRORS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -12,9 +12,16 @@ from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.records import REJECTED, SEQUENCES, token_sha
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.states_cache import DamagedShard, about
 from eagle3_ray.target.files import resolve
 
 _SAMPLE_TOKENS = 60
+_LATER = {
+    "capture": ("rows", "quarantined", "tokens", "bytes"),
+    "train": ("steps", "loss", "chain_acceptance_length", "drafter_dir"),
+    "evaluate": ("best_drafter", "acceptance_length"),
+}
+"""Stages behind generate, and what of their summaries tells most."""
 
 
 def describe(run: RunDir) -> str:
@@ -63,9 +70,33 @@ def describe(run: RunDir) -> str:
     lines += [f"  rejected: {count:,} x {reason}" for reason, count in counts["reasons"].items()]
     lines += [f"  PROBLEM: {problem}" for problem in _problems(run, ledger, entry, counts)]
     lines += _sample(ledger, entry["config"])
+    lines += _later_stages(run, manifest)
     if missing and state == "not complete":
         lines.append(f"next: {missing:,} rows are to come; go on with\n  {entry['command']}")
     return "\n".join(lines)
+
+
+def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
+    """A line for each stage that ran behind the generate stage, and what is wrong with it."""
+    for stage, keys in _LATER.items():
+        summary = run.summary(stage)
+        if stage not in manifest and summary is None:
+            continue
+        told = summary or {}
+        state = (
+            "complete" if run.succeeded(stage) else "a job is writing" if WriterLock.is_held(run) else "not complete"
+        )
+        facts = ", ".join(f"{key} {told[key]}" for key in keys if told.get(key) is not None)
+        yield f"{stage}: {state}{', ' + facts if facts else ''}"
+        if told.get("stopped_by") and not run.succeeded(stage):
+            yield f"  PROBLEM: the last job stopped: {told['stopped_by']}"
+        for warning in told.get("warnings", ()):
+            yield f"  PROBLEM: {warning}"
+    for shard in sorted((run.stage("capture") / "shards").glob("*.parquet")):
+        try:
+            about(shard)
+        except DamagedShard as damage:
+            yield f"  PROBLEM: {damage}; remove it and run jobs/capture.py again, which captures what is missing"
 
 
 def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[str, Any]) -> Iterator[str]:

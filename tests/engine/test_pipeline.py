@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_ray import doctor
 from eagle3_ray.runs import RunDir
 from tests.jobs import Jobs
 
@@ -40,6 +41,9 @@ def test_prompts_become_a_drafter_that_the_engine_serves_without_changing_an_ans
     assert lengths[1] > lengths[0] + 0.1
     page = (run / "report.html").read_text()
     assert f"{lengths[1]:.2f}" in page
+    told = doctor.describe(RunDir(run))
+    assert "capture: complete" in told
+    assert f"acceptance_length {lengths[1]}" in told
     again = cluster.run(*words, job="pipeline")
     assert (again.code, again.summary["acceptance_length"]) == (0, result.summary["acceptance_length"])
     assert again.summary["wall_s"] < result.summary["wall_s"] / 3

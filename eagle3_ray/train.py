@@ -87,6 +87,8 @@ def run(config: Config) -> dict[str, Any]:
             stopped_by = explain(_cause(error))
         except KeyboardInterrupt:
             stopped_by = "Ctrl-C"
+        for states_source in settings.targets:
+            ray.kill(states_source)  # its GPUs are for the next stage
         if (folder / STOP).exists():
             stopped_by = "SIGTERM"
         summary = _summarise(run_dir, settings, target, stopped_by, started)

@@ -61,7 +61,7 @@ def steps(
     epochs: int,
     seed: int,
 ) -> Iterator[Step]:
-    """The plan of a whole training: every epoch packs anew, and a step takes batches until it has `step_tokens`.
+    """The plan of a whole training: every epoch packs anew, and a step takes batches until `step_tokens` is nearest.
 
     An epoch's last step may be smaller; one of less than half a step's tokens joins the step before it.
     """
@@ -94,11 +94,12 @@ def _groups(tokens: npt.NDArray[np.int64], batches: Sequence[Batch], step_tokens
     groups: list[list[Batch]] = []
     sizes: list[int] = []
     for batch in batches:
-        if not groups or sizes[-1] >= step_tokens:
+        size = sum(int(tokens[row]) for row in batch.rows)
+        if not groups or sizes[-1] + size / 2 >= step_tokens:
             groups.append([])
             sizes.append(0)
         groups[-1].append(batch)
-        sizes[-1] += sum(int(tokens[row]) for row in batch.rows)
+        sizes[-1] += size
     if len(groups) > 1 and sizes[-1] < step_tokens / 2:
         remainder = groups.pop()
         groups[-1] += remainder

@@ -47,6 +47,12 @@ def test_steps_are_numbered_through_all_epochs_and_each_epoch_holds_every_sequen
         assert sorted(rows) == list(range(300))
 
 
+def test_a_step_of_a_batch_s_size_is_one_batch() -> None:
+    tokens = lengths(1000)
+    plan = steps(tokens, range(1000), batch_tokens=2048, step_tokens=2048, epochs=1, seed=0)
+    assert max(len(step.batches) for step in plan) <= 2  # the last one may take in a small rest
+
+
 def test_a_step_takes_batches_until_it_has_its_tokens_and_no_step_is_less_than_half_of_that() -> None:
     tokens = lengths(1000)
     for step in steps(tokens, range(1000), batch_tokens=2048, step_tokens=8192, epochs=2, seed=0):

@@ -77,7 +77,10 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
         return findings
     accepts = f"On this target's own states the drafter accepts {base:.2f} tokens a step"
     if expected is not None and base < FAR_BELOW * expected:
-        said = f"{accepts}, training said {expected:.2f}, and no other reading of its files helps."
+        said = f"{accepts}, training said {expected:.2f} of its own, and no other reading of its files helps."
+        if base >= _WORKS:
+            remedy = "These questions are not like those that it learned from: add such prompts and train again."
+            return [Finding("other questions", said, remedy)]
         remedy = "It was trained on another target, or on other answers: train on this one's."
         return [Finding("other target", said, remedy)]
     if expected is None and base < _WORKS:

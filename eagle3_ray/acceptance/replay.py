@@ -7,8 +7,8 @@ then computed at once, in one pass of the drafter a step. The number of verify s
 if the states are the target's and the answer is its greedy one.
 
 `every_start` pools over all starts instead of those that decoding comes by, as validation during training does. The two
-differ because decoding does not begin a chain inside another one that was right; on the drafters of our tests
-`every_start` was 3 to 4% above.
+differ because decoding does not begin a chain inside another one that was right: `every_start` was 2 to 12% above, on
+answers of SmolLM2.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ def replay(
     answers: list[Acceptance] = []
     matched = starts = 0
     for sequence, states in recorded:
-        ids = torch.from_numpy(sequence.ids).long()
+        ids = torch.tensor(sequence.ids, dtype=torch.int64)
         matches = matched_drafts(drafter, embed_tokens, states.aux_hidden, ids, steps, sequence.prompt_tokens)
         answers.append(of_answer(len(ids) - sequence.prompt_tokens, walk(matches)))
         matched, starts = matched + sum(matches), starts + len(matches)

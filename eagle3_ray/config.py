@@ -137,7 +137,7 @@ class Capture(Section):
         None, description="what the target computes in; bfloat16 on GPUs and float32 on CPUs where not given"
     )
     storage: Literal["bf16", "fp8", "fp32"] = Field(
-        "bf16", description="numbers that the cache keeps: of a token 8H, 4H + 16 or 16H bytes"
+        "bf16", description="numbers that the cache keeps: of a token 8H, 4H + 16 or 16H bytes, and 4"
     )
     targets: int = Field(1, ge=1, description="copies of the target that capture at once")
     gpus_per_target: int = Field(0, ge=0, description="GPUs of each copy (SGLang: its tensor parallelism); 0 is a CPU")

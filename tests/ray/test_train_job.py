@@ -140,11 +140,17 @@ def test_a_killed_worker_is_replaced_within_the_job(
     assert curve(run) == curve(whole[0])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_workers_learn_what_one_does(
-    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+    cluster: Jobs,
+    whole: tuple[Path, Result],
+    model: Path,
+    sequences: list[dict[str, Any]],
+    tmp_path: Path,
+    strategy: str,
 ) -> None:
     run = make_tiny_run(tmp_path / "run", model, sequences)
-    result = cluster.run(*words(run, model), "train.workers=2", job="train")
+    result = cluster.run(*words(run, model), "train.workers=2", f"train.strategy={strategy}", job="train")
     assert result.code == 0, result.stderr
     for (step, loss, losses), (same, expected, each) in zip(curve(run), curve(whole[0]), strict=True):
         assert step == same

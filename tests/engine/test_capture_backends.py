@@ -230,6 +230,7 @@ def test_answers_of_a_sister_checkpoint_are_found(
 def test_a_killed_server_is_a_dead_target_and_leaves_no_states(
     server_target: SGLangTarget, asked: list[TokenSequence]
 ) -> None:
+    server_target.capture(asked[:1])
     [folder] = own_folders(server_target)
     assert server_target.server is not None
     server_target.server.kill()

@@ -1,8 +1,8 @@
 """Hidden states of a real model from a real SGLang and from transformers, and what is found when they are spoiled."""
 
 import json
-import urllib.request
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

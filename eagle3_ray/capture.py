@@ -52,10 +52,11 @@ def run(config: Config) -> dict[str, Any]:
         check_corpus_is_of(run_dir, target)
         fingerprint = fingerprint_of(run_dir, config.capture, sequences, target)
         run_dir.check(STAGE, fingerprint)
-        if run_dir.succeeded_with(STAGE, sequences.key) and (summary := run_dir.summary(STAGE)) is not None:
+        plan = Plan.make(run_dir, config.capture, sequences, target)
+        done = run_dir.succeeded_with(STAGE, sequences.key) and not plan.missing
+        if done and (summary := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is captured; nothing to do", file=sys.stderr)
             return summary
-        plan = Plan.make(run_dir, config.capture, sequences, target)
         plan.say()
         plan.check_room()
         cluster.connect()

@@ -96,7 +96,7 @@ def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
         try:
             about(shard)
         except DamagedShard as damage:
-            yield f"  PROBLEM: {damage}; remove it and run jobs/capture.py again, which captures what is missing"
+            yield f"  PROBLEM: {damage}"
 
 
 def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[str, Any]) -> Iterator[str]:

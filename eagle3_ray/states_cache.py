@@ -46,7 +46,9 @@ class DamagedShard(RuntimeError):
     """A shard is not what was written; `path` is the file."""
 
     def __init__(self, path: Path, what: str) -> None:
-        super().__init__(f"{path} is damaged ({what})")
+        super().__init__(
+            f"{path} is damaged ({what}). Remove it and run jobs/capture.py again: its sequences alone are captured anew."
+        )
         self.path = path
 
 

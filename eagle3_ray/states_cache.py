@@ -47,7 +47,7 @@ class DamagedShard(RuntimeError):
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(
-            f"{path} is damaged ({what}). Remove it and run jobs/capture.py again: its sequences alone are captured anew."
+            f"{path} is damaged ({what}). Remove it and run jobs/capture.py again: only its sequences are captured."
         )
         self.path = path
 

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,8 +33,9 @@ _POLL_S = 0.005
 _log = logging.getLogger(__name__)
 
 
+@cache
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """What SGLang calls in each of its processes; once, though an installed package and a copy may both name it."""
     if not os.environ.get(CAPTURE_DIR):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

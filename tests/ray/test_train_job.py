@@ -34,6 +34,7 @@ def words(run: Path, model: Path) -> list[str]:
         f"target.model={model}",
         "generate.temperature=0",
         "capture.cpus_per_target=0.5",
+        "train.feed=stream",
         "train.cpus_per_worker=1",
         "train.batch_tokens=128",
         "train.step_tokens=256",

@@ -170,7 +170,8 @@ def test_sglang_finds_the_plugin_here_and_in_an_environment_without_this_package
     env = plugin_environment(tmp_path / "plugin", tmp_path / "states", 100)
     look = (
         "import sys; from importlib.metadata import entry_points; "
-        "[e] = entry_points(group='sglang.srt.plugins', name='eagle3_capture'); f = e.load(); "
+        "e, *more = entry_points(group='sglang.srt.plugins', name='eagle3_capture'); f = e.load(); "
+        "assert all(one.load() is f for one in more); "  # where this package is installed too
         "print(sys.modules[f.__module__].__file__); "
         "print([m for m in sys.modules if m.startswith(('ray', 'transformers', 'pyarrow', 'aiohttp'))])"
     )

@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+from ray.job_submission import JobSubmissionClient
+
 from eagle3_ray.runs import RunDir
 from eagle3_ray.sglang_cpu import install, model
 
 _ROOT = Path(__file__).resolve().parents[1]
+_AGENT_TRIES = 60
 
 
 def main() -> int:
@@ -60,10 +63,23 @@ def _submit(settings: list[str]) -> int:
         command = ["python", str(_ROOT / "jobs" / "pipeline.py"), "smollm2-cpu", *settings]
         address = f"http://{cluster.dashboard_url}"
         _say(f"    ray job submit -- {' '.join(command)}")
+        _wait_for_job_agent(JobSubmissionClient(address))
         submit = ["ray", "job", "submit", "--address", address, "--log-style", "record", "--", *command]
         return subprocess.run(submit, check=False).returncode
     finally:
         ray.shutdown()
+
+
+def _wait_for_job_agent(client: JobSubmissionClient) -> None:
+    """A cluster takes jobs some seconds after it stands, when its agent has reported; until then it answers 500."""
+    for _ in range(_AGENT_TRIES):
+        try:
+            client.submit_job(entrypoint="true")
+            return
+        except RuntimeError as error:
+            if "No available agent" not in str(error):
+                raise
+            time.sleep(1)
 
 
 def _tell(run_dir: RunDir) -> None:

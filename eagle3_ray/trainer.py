@@ -41,6 +41,7 @@ from eagle3_ray.metrics import TrainMetrics
 from eagle3_ray.runs import RunError, WriterLock, write_json
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.train_log import StepLog
+from eagle3_ray.train_numbers import Totals, acceptance_length, sum_over_workers
 
 VALIDATION_STEPS = 5
 """Drafted tokens that the validated acceptance length is about: a chain of 5, as it is served by default."""
@@ -161,7 +162,7 @@ class Worker:
     def run(self) -> None:
         """Trains to the plan's end, to a lasting lack of improvement, or until the driver asks to stop."""
         mine = self._pieces(self._first)
-        totals = _Totals(self._settings.ttt_steps)
+        totals = Totals(self._settings.ttt_steps)
         feed = self._feed.batches(piece.batch for piece in self._pieces(self._first))
         asked = time.monotonic()
         for piece, fed in zip(mine, feed, strict=True):
@@ -174,7 +175,7 @@ class Worker:
             if piece.last:
                 done = piece.step.number + 1
                 self._step(piece.step, totals)
-                totals = _Totals(self._settings.ttt_steps)
+                totals = Totals(self._settings.ttt_steps)
                 if self._after_step(done):
                     self._finish(done)
                     return
@@ -203,7 +204,7 @@ class Worker:
             (played.loss * share).backward()
         return played
 
-    def _step(self, step: Step, totals: "_Totals") -> None:
+    def _step(self, step: Step, totals: Totals) -> None:
         rate = _rate(step.number, len(self._plan), self._settings.warmup_share) * self._settings.learning_rate
         for group in self._optimiser.param_groups:
             group["lr"] = rate
@@ -263,13 +264,13 @@ class Worker:
                         float(played.chain_accepted),
                         float(played.chain_starts),
                     ]
-            sums = _summed(sums, self._device)
+            sums = sum_over_workers(sums, self._device)
             total += sums
-            partitions[partition] = _acceptance(sums)
+            partitions[partition] = acceptance_length(sums)
         self._model.train()
         return {
             "loss": total[0] / max(1.0, total[1]),
-            "chain_acceptance_length": _acceptance(total),
+            "chain_acceptance_length": acceptance_length(total),
             "partitions": partitions,
         }
 
@@ -358,63 +359,9 @@ class Worker:
         self._first, self._best, self._unimproved = found.next_step, state["best"], state["unimproved"]
 
 
-class _Totals:
-    """Sums over the batches of a step."""
-
-    def __init__(self, ttt_steps: int) -> None:
-        self._ttt_steps = ttt_steps
-        self._sums = np.zeros((3, ttt_steps))
-        self._loss = 0.0
-        self._tokens = self._set_aside = 0
-        self._waited = 0.0
-        self._started = time.monotonic()
-
-    def add(self, played: Rollout, fed: Fed, waited: float, weight: float) -> None:
-        self._waited += waited
-        if weight == 0:
-            return
-        for sums, values in zip(
-            self._sums, (played.step_loss_sums, played.step_correct, played.step_counts), strict=True
-        ):
-            sums[: len(values)] += values.detach().double().cpu().numpy()
-        self._loss += float(played.loss.detach())
-        self._tokens += len(fed.batch.input_ids)
-        self._set_aside += fed.set_aside
-
-    def reduced(self, device: torch.device, supervised: int, world: int) -> dict[str, Any]:
-        """The step's numbers over all workers."""
-        seconds = time.monotonic() - self._started
-        own = np.concatenate([self._sums.ravel(), [self._loss, self._tokens, self._set_aside, self._waited]])
-        summed = _summed(own, device)
-        losses, correct, counts = summed[:-4].reshape(3, self._ttt_steps)
-        played = counts > 0
-        return {
-            "loss": summed[-4] / supervised,
-            "step_losses": (losses[played] / counts[played]).tolist(),
-            "step_accuracies": (correct[played] / counts[played]).tolist(),
-            "tokens": int(summed[-3]),
-            "set_aside": int(summed[-2]),
-            "tokens_per_second": summed[-3] / seconds,
-            "wait_share": min(1.0, summed[-1] / world / seconds),
-        }
-
-
 def _rate(step: int, total: int, warmup_share: float) -> float:
     """Linear warm-up, then a cosine to zero: the factor of the learning rate at `step`."""
     warmup = max(1, round(warmup_share * total))
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-
-def _acceptance(sums: np.ndarray[Any, Any]) -> float:
-    """Tokens a target forward gives: the drafts that are right from the start on, and the target's own."""
-    return float(1.0 + sums[2] / max(1.0, sums[3]))
-
-
-def _summed(values: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
-    if dist.get_world_size() == 1:
-        return values
-    tensor = torch.from_numpy(values).to(device)
-    dist.all_reduce(tensor)
-    return tensor.cpu().numpy()  # type: ignore[no-any-return]

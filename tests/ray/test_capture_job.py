@@ -18,19 +18,9 @@ from eagle3_ray import corpus
 from eagle3_ray.runs import RunDir
 from eagle3_ray.states_cache import StatesCache
 from tests.jobs import Jobs
-from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run, written_by
+from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-model")
-
-
-@pytest.fixture(scope="module")
-def sequences(model: Path) -> list[dict[str, Any]]:
-    return written_by(model, 60)
 
 
 def words(run: Path, model: Path) -> list[str]:

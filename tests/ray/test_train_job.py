@@ -15,17 +15,7 @@ from safetensors.torch import load_file
 from eagle3_ray.drafter.export import validate
 from eagle3_ray.train_log import read_log
 from tests.jobs import Jobs, Result
-from tests.writing_model import make_tiny_model, make_tiny_run, written_by
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-model")
-
-
-@pytest.fixture(scope="module")
-def sequences(model: Path) -> list[dict[str, Any]]:
-    return written_by(model, 60)
+from tests.writing_model import make_tiny_run
 
 
 def words(run: Path, model: Path) -> list[str]:

@@ -208,7 +208,6 @@ def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: Targ
         cpus=capture.cpus_per_target,
         batch_tokens=capture.batch_tokens,
         temperature=config.generate.temperature,
-        trust_remote_code=config.target.trust_remote_code,
         endpoints=tuple(capture.endpoints),
         server_args=tuple(capture.server_args),
         launch=config.target.launch,

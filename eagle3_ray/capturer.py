@@ -61,7 +61,6 @@ class CaptureSettings:
     cpus: float
     batch_tokens: int
     temperature: float
-    trust_remote_code: bool = False
     endpoints: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
     launch: str = "python -m sglang.launch_server"

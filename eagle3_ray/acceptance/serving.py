@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ray
 
+from eagle3_ray.drafter.export import speculative_arguments
 from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang_cpu.server import Server
 
@@ -61,14 +62,3 @@ class Serving:
             with suppress(ray.exceptions.RayError):  # it ended by itself, and its server with it
                 ray.get(server.stop.remote(), timeout=60)
             ray.kill(server)
-
-
-def speculative_arguments(drafter: Path, steps: int) -> list[str]:
-    """SGLang's arguments for a chain of `steps` drafts. EAGLE instead of EAGLE3 would be taken, and accept nothing."""
-    return [
-        "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", str(drafter),
-        "--speculative-num-steps", str(steps),
-        "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(steps + 1),
-    ]  # fmt: skip

@@ -92,9 +92,17 @@ def validate(folder: Path, target_config: Mapping[str, Any], expected: DrafterCo
 
 
 def launch_command(folder: Path, target: str, steps: int = 5) -> str:
-    """SGLang's command for this drafter. `EAGLE` in place of `EAGLE3` would accept nothing, and say nothing."""
-    return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {folder} --speculative-num-steps {steps} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {steps + 1}"
-    )
+    """SGLang's command for serving `target` with this drafter."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target, *speculative_arguments(folder, steps)]
+    return " ".join(words)
+
+
+def speculative_arguments(drafter: Path, steps: int) -> list[str]:
+    """SGLang's arguments for a chain of `steps` drafts. EAGLE instead of EAGLE3 would be taken, and accept nothing."""
+    return [
+        "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", str(drafter),
+        "--speculative-num-steps", str(steps),
+        "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(steps + 1),
+    ]  # fmt: skip

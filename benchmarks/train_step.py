@@ -93,7 +93,9 @@ def rival_step() -> Callable[[], float]:
 
     rival.LogSoftmaxLoss = TorchLoss
     drafter, batch, head = problem()
-    theirs = LlamaForCausalLMEagle3(LlamaConfig(**drafter.config.to_json()), attention_backend="sdpa")
+    config = drafter.config.to_json()
+    del config["norm_output"]  # false means no norm before the head there; in SGLang, and here, that norm is always
+    theirs = LlamaForCausalLMEagle3(LlamaConfig(**config), attention_backend="sdpa")
     weights = {k: v for k, v in drafter.state_dict().items() if k != "aux_scale"}
     missing = theirs.load_state_dict(weights | {"embed_tokens.weight": head.embed_tokens}, strict=False)
     if missing.missing_keys or missing.unexpected_keys:

@@ -11,21 +11,17 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from eagle3_ray import cluster
-from eagle3_ray.acceptance.engine import (
-    EngineFailed,
-    EngineInfo,
-    Measured,
-    answer_conversations,
-    engine_info,
-    measure,
-)
+from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversations, engine_info, measure
+from eagle3_ray.acceptance.kept import Kept, answers_as_json, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
 from eagle3_ray.acceptance.serving import PLAIN, Serving
@@ -73,7 +69,7 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = RunDir(config.run.dir)
     settings = settings_of(config)
     with WriterLock(run_dir):
-        key = _key(settings)
+        key = _key(settings, settings.drafters)
         if run_dir.succeeded_with(STAGE, key) and (known := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
             _say(table(known["engines"]))
@@ -83,7 +79,7 @@ def run(config: Config) -> dict[str, Any]:
             cluster.require(cluster.Need("engine", 1, 1, settings.gpus))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
-        summary = evaluate(settings)
+        summary = evaluate(settings, Kept(run_dir.stage(STAGE) / "measured"))
         run_dir.write_summary(STAGE, summary)
         if summary["status"] == "complete":
             run_dir.succeed(STAGE, key)
@@ -148,23 +144,26 @@ def settings_of(config: Config) -> EvaluateSettings:
     )
 
 
-def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
-    """Measures all drafters and returns the summary; what was measured before an engine failed is kept.
+def evaluate(settings: EvaluateSettings, kept: Kept | None = None) -> dict[str, Any]:
+    """Measures all drafters that `kept` has not, and returns the summary of what is measured when an engine fails.
 
     Raises:
         PromptSourceError, TargetError: before anything is measured; says what to change.
     """
     started = time.monotonic()
     work = _prepare(settings)
+    kept = kept or Kept(None)
     engines: dict[str, Any] = {}
     warnings: list[str] = []
     stopped_by = None
     try:
-        plain = _measure_plain(work)
-        engines[PLAIN] = {"speed": plain.speed, "engine": asdict(plain.info), **_shape(plain.answers)}
+        measured = kept.get("plain engine", _key(settings, ()), partial(_measure_plain, work))
+        plain = _Plain(answers_of(measured["answers"]), measured["speed"])
+        engines[PLAIN] = {"speed": plain.speed, "engine": measured["engine"], **_shape(plain.answers)}
         for drafter in settings.drafters:
-            engines[drafter], found = _measure_drafter(work, drafter, plain)
-            warnings += [f"{drafter}: {warning}" for warning in found]
+            measured = kept.get(drafter, _key(settings, (drafter,)), partial(_measure_drafter, work, drafter, plain))
+            engines[drafter] = measured["result"]
+            warnings += [f"{drafter}: {warning}" for warning in measured["warnings"]]
             _say(table(engines))
     except (EngineFailed, ServerFailed, ray.exceptions.RayError) as error:
         stopped_by = explain(root_cause(error))
@@ -209,7 +208,6 @@ class _Work:
 class _Plain:
     """The engine without a drafter."""
 
-    info: EngineInfo
     answers: Measured
     speed: dict[str, float]
 
@@ -238,16 +236,23 @@ def _told(settings: EvaluateSettings) -> dict[str, Any]:
     return {name: value for name, value in asdict(settings).items() if name != "api_key"}
 
 
-def _key(settings: EvaluateSettings) -> str:
-    """Of all that a measurement depends on, the drafters' files included."""
-    digest = hashlib.sha256(json.dumps(_told(settings)).encode())
-    for path in sorted(path for drafter in settings.drafters for path in Path(drafter).glob("*.safetensors")):
+def _key(settings: EvaluateSettings, drafters: Sequence[str]) -> str:
+    """Of all that a measurement of these drafters depends on: settings, questions, target, the drafters' files."""
+    about = replace(
+        settings,
+        drafters=tuple(drafters),
+        expected=tuple(pair for pair in settings.expected if pair[0] in drafters),
+        endpoints=tuple(pair for pair in settings.endpoints if pair[0] in (PLAIN, *drafters)),
+    )
+    digest = hashlib.sha256(json.dumps([_told(about), resolve(settings.target).fingerprint()]).encode())
+    digest.update(repr(load_questions(settings.prompts, settings.limit)).encode())
+    for path in sorted(path for drafter in drafters for path in Path(drafter).glob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
 
-def _measure_plain(work: _Work) -> _Plain:
+def _measure_plain(work: _Work) -> dict[str, Any]:
     with work.serving.engine(PLAIN) as url:
         info = engine_info(url, work.settings.api_key)
         if info.algorithm is not None:
@@ -256,11 +261,11 @@ def _measure_plain(work: _Work) -> _Plain:
         answers = answer_conversations(
             url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
         )
-        return _Plain(info, answers, _speed(work, url, answers))
+        return {"engine": asdict(info), "speed": _speed(work, url, answers), "answers": answers_as_json(answers)}
 
 
-def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str, Any], list[str]]:
-    """The drafter's results, and warnings about them."""
+def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> dict[str, Any]:
+    """The drafter's `result`, and `warnings` about it."""
     settings = work.settings
     _say(f"{drafter}: {len(plain.answers.served)} prompts")
     with work.serving.engine(drafter) as url:
@@ -297,7 +302,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str
             f"{len(lossless.unexplained)} of {lossless.answers} greedy answers differ from the plain engine's by more "
             f"than a near tie; the first is {first.name}, at token {first.position}."
         )
-    return result, warnings
+    return {"result": result, "warnings": warnings}
 
 
 def _speed(work: _Work, url: str, answers: Measured) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 
 from eagle3_ray import evaluate as stage
 from eagle3_ray.acceptance import engine
+from eagle3_ray.acceptance.kept import Kept
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.evaluate import EvaluateSettings, dry_run, evaluate, run, settings_of
 from eagle3_ray.prompts import PromptSourceError
@@ -110,6 +111,25 @@ def test_what_was_measured_before_an_engine_failed_is_kept(settings: EvaluateSet
     assert summary["status"] == "stopped"
     assert "http://127.0.0.1:9 does not answer /server_info" in summary["stopped_by"]
     assert list(summary["engines"]) == ["none", "/runs/drafter"]
+
+
+def test_the_next_job_measures_only_the_engines_that_are_missing(
+    settings: EvaluateSettings, drafted: FakeServer, plain: FakeServer, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "measured")
+    two = replace(settings, drafters=("/runs/drafter", "/runs/other"))
+    down = (*settings.endpoints, ("/runs/other", "http://127.0.0.1:9"))
+    first = evaluate(replace(two, endpoints=down), kept)
+    assert (first["status"], list(first["engines"])) == ("stopped", ["none", "/runs/drafter"])
+    before = [len(server.requests()) for server in (plain, drafted)]
+    second = evaluate(replace(two, endpoints=(*settings.endpoints, ("/runs/other", drafted.url))), kept)
+    assert second["status"] == "complete"
+    assert {name: second["engines"][name] for name in first["engines"]} == first["engines"]
+    assert second["engines"]["/runs/other"]["lossless"]["equal"] == 6
+    asked = [len(server.requests()) - count for server, count in zip((plain, drafted), before, strict=True)]
+    assert asked == [0, 6 + 2 * 2]  # the other drafter's 6 prompts, and 2 for each speed
+    (tmp_path / "gsm.jsonl").write_text('{"prompt": "another question?"}\n')
+    assert evaluate(settings, kept)["engines"]["none"]["answers"] == 3
 
 
 def test_a_plain_engine_that_speculates_is_refused(settings: EvaluateSettings, drafted: FakeServer) -> None:

@@ -218,7 +218,8 @@ class Progress:
         for name, total in self._expected.items():
             counts = view.partitions.get(name, PartitionCounts())
             done = min(total, self._done.get(name, 0) + counts.rows + counts.rejected)
-            partitions.append(f"{name} {done}/{total}")
+            trouble = [f"{n} {what}" for n, what in ((counts.rejected, "rejected"), (counts.failed, "failed")) if n]
+            partitions.append(f"{name} {done}/{total}" + (f" ({', '.join(trouble)})" if trouble else ""))
             left += max(0, total - done - counts.failed)
             rejected, failed = rejected + counts.rejected, failed + counts.failed
             journaled += counts.journaled

@@ -202,7 +202,7 @@ def test_a_line_has_counts_rates_share_and_time_left(clock: Clock) -> None:
     time_of_day, *parts = progress.line(view).split(" ", 1)
     assert len(time_of_day) == 8
     assert parts[0].split(" | ") == [
-        "B1 30/100, B2 8/50",
+        "B1 30/100, B2 8/50 (3 rejected, 2 failed)",
         "2.0 req/s, 100 tokens mean, 200 tokens/s (50% of the servers' best)",
         "7 in flight",
         "rejected 3, failed 2",

@@ -24,8 +24,8 @@ def main() -> int:
         action="extend",
         required=True,
         help="NAME=PATH (a file, folder or glob of .jsonl, .jsonl.gz, .jsonl.zst, .parquet; local, s3://, gs://), "
-        "NAME=hf://DATASET[:SPLIT], or the name of a public set (below); of two copies the one in the earlier source "
-        "stays",
+        "NAME=hf://DATASET[:SPLIT], NAME=run://RUN (questions by the target, below), or the name of a public set "
+        "(below); of two copies the one in the earlier source stays",
     )
     parser.add_argument(
         "--against",
@@ -61,6 +61,8 @@ def _help() -> str:
         [
             "a row: messages (OpenAI roles), conversations (ShareGPT), prompt, instruction with input (Alpaca),",
             "  question, problem, query, or turns (MT-bench); answers in it are dropped",
+            'questions by the target itself: jobs/generate.py on rows of {"target_asks": true} with',
+            "  generate.samples_per_prompt=N generate.temperature=1 generate.top_p=0.9 makes RUN; cut ones stay out",
             "public sets, with the extra `pip install 'eagle3_ray[datasets]'`:",
             *(f"  {name}: {public}" for name, public in PUBLIC_SETS.items()),
             "exit codes: 0 prepared, 1 stopped (the same command starts anew), 2 something has to be changed first",

@@ -16,7 +16,10 @@ from eagle3_ray import instruction_sets, prepare
 from eagle3_ray.instruction_sets import PUBLIC_SETS
 from eagle3_ray.prepare import PrepareError
 from eagle3_ray.prompts import PromptSourceError, find, parse, read
+from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import FingerprintMismatch, RunBusy, RunDir, RunError, WriterLock
+from tests.runs import make_run, sequence
+from tests.tiny_target import IM_END
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DUCKS = "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins."
@@ -47,6 +50,35 @@ def _questions(out: Path, name: str) -> list[str]:
 
 def _balanced(counts: dict[str, int]) -> bool:
     return counts["read"] == sum(counts[fate] for fate in ("duplicates", "contaminated", "bad", "over_limit", "kept"))
+
+
+# --- questions by the target
+
+
+def test_questions_that_the_target_ended_become_a_partition(tmp_path: Path, target: Path) -> None:
+    def said(name: str, text: str, reason: str = "stop") -> dict[str, Any]:
+        ids = Renderer(target).encode(text)
+        end = [IM_END] if reason == "stop" else []
+        return {**sequence(name, [1, 2], [*ids, *end]), "finish_reason": reason}
+
+    rows = [
+        said("0", " Why is grass green?\n"),
+        said("1", "why is grass  green?"),
+        said("2", "Count to", "length"),
+        said("3", "Ask.<|im_end|>\n<|im_start|>assistant\nNo."),
+        said("4", "Who was Ada?"),
+    ]
+    run = make_run(tmp_path / "run", rows)
+    manifest = run.manifest()
+    manifest["generate"]["config"] = {"target": {"model": str(target), "trust_remote_code": False}}
+    (run.path / "manifest.json").write_text(json.dumps(manifest))
+    summary = prepare.run(str(tmp_path / "out"), [f"self=run://{run.path}"])
+    assert summary["sources"]["self"] == {
+        "read": 3, "duplicates": 1, "contaminated": 0, "bad": 0, "over_limit": 0, "kept": 2,
+    }  # fmt: skip
+    assert _questions(tmp_path / "out", "self") == ["Why is grass green?", "Who was Ada?"]
+    with pytest.raises(PromptSourceError, match="no complete generate run is there"):
+        prepare.run(str(tmp_path / "other"), [f"self=run://{tmp_path / 'nothing'}"])
 
 
 # --- partitions

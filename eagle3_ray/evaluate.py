@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class EvaluateSettings:
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.dataset as ds
+import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy
 
 from eagle3_ray import cluster, corpus
-from eagle3_ray.capturer import CaptureSettings, ShardCapturer
+from eagle3_ray.capturer import CaptureSettings, ShardCapturer, read_scores
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
@@ -124,6 +124,7 @@ class Plan:
                     missing.append(shard)
                 else:
                     about(path)
+                    read_scores(run_dir.stage(STAGE) / "scores" / path.name)
             except DamagedShard as damage:
                 broken.append(damage.path)
                 missing.append(shard)
@@ -366,10 +367,10 @@ def _summarise(
 
 def _scores(folder: Path, there: list[Shard]) -> tuple[dict[str, int], dict[str, float]]:
     """Reasons for setting aside, and the median and upper quantiles of the difference to the recorded answers."""
-    files = [str(folder / f"{shard.name}.parquet") for shard in there]
+    files = [folder / f"{shard.name}.parquet" for shard in there]
     if not files:
         return {}, {}
-    table = ds.dataset(files).to_table(columns=["reason", "mean_difference"])
+    table = pa.concat_tables(map(read_scores, files))
     reasons: dict[str, int] = {}
     for reason in table["reason"].drop_null().to_pylist():
         kind = reason.partition(":")[0]

@@ -22,7 +22,7 @@ import torch
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.metrics import CaptureMetrics
 from eagle3_ray.runs import RunError, WriterLock
-from eagle3_ray.states_cache import ShardWriter, encode
+from eagle3_ray.states_cache import DamagedShard, ShardWriter, encode
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, second_route, self_check
 from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TokenSequence
@@ -297,4 +297,16 @@ class StreamCapturer:
 
 def _write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path)
+    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path, write_page_checksum=True)
+
+
+def read_scores(path: Path) -> pa.Table:
+    """A shard's scores, a row a sequence: SCORES_SCHEMA.
+
+    Raises:
+        DamagedShard: they are missing or not what was written.
+    """
+    try:
+        return pq.read_table(path, schema=SCORES_SCHEMA, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedShard(path, str(error).splitlines()[0]) from None

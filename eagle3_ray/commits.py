@@ -24,6 +24,7 @@ from ray.data.datasource import ReadTask
 
 from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER
 from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.plan import damaged_units
 from eagle3_ray.runs import RunDir, RunError, WriterLock
 
 _ROWS_PER_FILE = 1024
@@ -46,10 +47,15 @@ def read_units(run_dir: RunDir, folder: str, groups_per_block: int) -> Dataset:
 
 
 def committed_units(ledger: Ledger) -> npt.NDArray[np.int64]:
-    """The units whose rows are committed, sorted."""
-    files = [file for file in ledger.checkpoint.glob("*.parquet") if not file.name.endswith(".pending.parquet")]
-    units = [pq.read_table(file, columns=["unit"])["unit"].to_numpy() for file in sorted(files)]
-    return np.unique(np.concatenate(units)) if units else np.array([], np.int64)
+    """The units whose rows are committed, sorted. Raises RunError: a file of them is damaged."""
+    units = [np.array([], np.int64)]
+    for file in sorted(ledger.checkpoint.glob("*.parquet")):
+        if not file.name.endswith(".pending.parquet"):
+            try:
+                units.append(pq.read_table(file, columns=["unit"])["unit"].to_numpy())
+            except (OSError, pa.ArrowException) as error:
+                raise ledger.damage(file, error) from None
+    return np.unique(np.concatenate(units))
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,11 @@ class _ReadGroups:
     committed: Any
 
     def __call__(self) -> Iterator[pa.Table]:
-        units = pq.ParquetFile(self.file).read_row_groups(self.groups)
+        try:
+            with pq.ParquetFile(self.file, page_checksum_verification=True) as file:
+                units = file.read_row_groups(self.groups)
+        except (OSError, pa.ArrowException) as error:
+            raise damaged_units(self.file, error) from None
         done = np.isin(units["unit"].to_numpy(), ray.get(self.committed))
         if not done.all():
             yield units.filter(pa.array(~done))
@@ -84,7 +94,10 @@ class UnitsSource(Datasource):  # type: ignore[misc]
         """One task for each block, whatever parallelism Ray would choose."""
         tasks = []
         for file in self._files:
-            about = pq.read_metadata(file)
+            try:
+                about = pq.read_metadata(file)
+            except (OSError, pa.ArrowException) as error:
+                raise damaged_units(file, error) from None
             for first in range(0, about.num_row_groups, self._groups_per_block):
                 groups = list(range(first, min(first + self._groups_per_block, about.num_row_groups)))
                 rows = sum(about.row_group(group).num_rows for group in groups)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class EvaluateSettings:
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def run(config: Config) -> dict[str, Any]:
         if run_dir.succeeded_with(STAGE, settings.key()) and (summary := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
+        Ledger(run_dir).check()
         cluster.connect()
         with servers.endpoints(config, target) as endpoints:
             work = _prepare(run_dir, config, target, settings, endpoints)

@@ -24,7 +24,7 @@ import ray.data
 
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, parse, read, stamp
-from eagle3_ray.runs import RunError, write_json
+from eagle3_ray.runs import RunError, read_json, write_json
 from eagle3_ray.target.files import TargetError
 
 _PART_SCHEMA = pa.schema(
@@ -283,22 +283,46 @@ def _make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
     _render_all(fresh / "parts", settings)
     counts = ray.get(ray.remote(_select).options(num_cpus=1).remote(fresh, settings, answered))
     plan = Plan(folder, [PartitionPlan(**count) for count in counts], ray.get(tokens))
-    about = {"key": settings.key(), "partitions": counts, "tokens": asdict(plan.tokens)}
-    write_json(fresh / "plan.json", about)
+    save(fresh, plan, settings.key())
     shutil.rmtree(fresh / "parts")
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     return plan
 
 
+def save(folder: Path, plan: Plan, key: str) -> None:
+    """Writes all of a plan but its units to `folder`/plan.json, sealed with a hash of it."""
+    about = {"key": key, "partitions": [asdict(p) for p in plan.partitions], "tokens": asdict(plan.tokens)}
+    write_json(folder / "plan.json", {**about, "seal": _seal(about)})
+
+
 def load(folder: Path) -> tuple[Plan, str] | None:
-    """The plan that stands in `folder` and the key of its settings, None where there is none."""
+    """The plan that stands in `folder` and the key of its settings, None where there is none.
+
+    Raises:
+        RunError: plan.json is not as it was written.
+    """
     path = folder / "plan.json"
     if not path.exists():
         return None
-    about = json.loads(path.read_text())
+    about = read_json(path, _remedy(folder))
+    if about.pop("seal", None) != _seal(about):
+        raise RunError(f"{path} is damaged (it was changed after it was written). {_remedy(folder)}")
     partitions = [PartitionPlan(**count) for count in about["partitions"]]
     return Plan(folder, partitions, TargetTokens(**about["tokens"])), about["key"]
+
+
+def damaged_units(file: str | Path, error: Exception) -> RunError:
+    """What to say, and to do, about a file of units that cannot be read."""
+    return RunError(f"{file} is damaged ({str(error).splitlines()[0]}). {_remedy(Path(file).parent.parent)}")
+
+
+def _remedy(folder: Path) -> str:
+    return f"Delete the folder {folder}; jobs/generate.py makes the plan again, and the answers stay."
+
+
+def _seal(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _target_tokens(settings: PlanSettings) -> TargetTokens:
@@ -372,6 +396,7 @@ def _select(folder: Path, settings: PlanSettings, answered: list[str]) -> list[d
                 folder / "units" / f"{number:06}.parquet",
                 compression="zstd",
                 row_group_size=ROWS_PER_GROUP,
+                write_page_checksum=True,
             )
         new = str(folder / "units" / "*.parquet")
         _refuse_lost_rows(db, new, answered)

@@ -93,7 +93,9 @@ def read(source: Source) -> Iterator[tuple[int, bytes]]:
             yield from _read_parquet(source.path)
         else:
             yield from _read_lines(source.path)
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
+    except PromptSourceError:
+        raise
+    except (OSError, EOFError, pa.ArrowException, ArithmeticError, RecursionError, ValueError) as error:
         raise PromptSourceError(
             f"{source.path} cannot be read to its end: {error}. Repair or remove the file."
         ) from error

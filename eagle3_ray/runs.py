@@ -46,13 +46,11 @@ class RunDir:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest, empty where nothing ran yet."""
-        path = self.path / "manifest.json"
-        if not path.exists():
-            return {}
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text())
-        except ValueError as error:
-            raise RunError(f"{path} is damaged ({error}); move the run directory aside and start another.") from None
+        path, remedy = self.path / "manifest.json", "Move the run directory aside and start another."
+        manifest = read_json(path, remedy) if path.exists() else {}
+        for stage, entry in manifest.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get("fingerprint"), dict):
+                raise RunError(f"{path} is damaged (its entry of {stage} has no fingerprint). {remedy}")
         return manifest
 
     def check(self, stage: str, fingerprint: Fingerprint) -> None:
@@ -92,7 +90,7 @@ class RunDir:
     def summary(self, stage: str) -> dict[str, Any] | None:
         """The last summary of a stage, None where there is none."""
         path = self.path / "summaries" / f"{stage}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path, f"Remove it; jobs/{stage}.py writes it again.") if path.exists() else None
 
     def succeeded(self, stage: str) -> bool:
         """Whether the stage's data is complete and checked; readers wait for this."""
@@ -100,7 +98,8 @@ class RunDir:
 
     def succeeded_with(self, stage: str, plan: str) -> bool:
         """Whether it is complete for this very plan, and not for an earlier, smaller one."""
-        return self.succeeded(stage) and json.loads((self.stage(stage) / SUCCESS).read_text()).get("plan") == plan
+        remedy = f"Remove it and run jobs/{stage}.py again."
+        return self.succeeded(stage) and read_json(self.stage(stage) / SUCCESS, remedy).get("plan") == plan
 
     def succeed(self, stage: str, plan: str) -> None:
         """Marks the stage's data as complete for the plan of that key."""
@@ -179,6 +178,21 @@ class WriterLock:
     def is_current(run_path: str, token: str) -> bool:
         """Whether the job that holds `token` still owns the run."""
         return (Path(run_path) / ".lock").read_text() == token
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        RunError: it holds no such thing; the message ends in `remedy`.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} is damaged ({error}). {remedy}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{path} is damaged (it holds no JSON object). {remedy}")
+    return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.runs import RunDir, RunError, WriterLock, read_json
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
 from eagle3_ray.train_log import LOG, Watch, read_log
@@ -174,6 +174,11 @@ def _check_cache(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
             f"{run_dir.path} has no complete cache of states. Run jobs/capture.py with this run.dir first, or use "
             "train.feed=stream, which needs none."
         )
+    if lacking := capture.Plan.make(run_dir, config.capture, sequences, target).missing:
+        raise RunError(
+            f"{run_dir.path} lacks {len(lacking)} shards of its cache of states, the first is {lacking[0].name}. Run "
+            "jobs/capture.py again: only these are captured."
+        )
 
 
 def _fingerprint(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> dict[str, Any]:
@@ -293,7 +298,8 @@ def _summarise(
     trained = [line for line in log if "loss" in line]
     validated = [line["validation"]["chain_acceptance_length"] for line in log if "validation" in line]
     done = folder / FINISHED
-    finished = done.exists() and json.loads(done.read_text())["plan"] == settings.plan
+    remedy = "Remove it and run jobs/train.py again."
+    finished = done.exists() and read_json(done, remedy).get("plan") == settings.plan
     found = checkpoints.best(folder / "checkpoints", settings.plan) or checkpoints.latest(
         folder / "checkpoints", settings.plan
     )

@@ -44,11 +44,19 @@ class StepLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training log; a last line that a kill cut short is left out."""
+    """The lines of a training log. A last line that a kill cut short is left out, and so is one that is damaged."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = (_read_line(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
+    return [line for line in lines if line is not None]
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        read = json.loads(line)
+    except ValueError:
+        return None
+    return read if isinstance(read, dict) and isinstance(read.get("step"), int) else None
 
 
 class Watch:

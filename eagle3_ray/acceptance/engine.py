@@ -182,7 +182,10 @@ def read_answer(body: Any, rid: str, prompt: EvalPrompt, sampling: Sampling) -> 
     if counters and isinstance(meta, dict):  # `check` takes them for a mistake: training data comes from plain servers
         body = {**body, "meta_info": {name: value for name, value in meta.items() if name not in counters}}
     answer = check(body, rid, prompt.prompt_ids, sampling)
-    prefills = 1 + int(body["meta_info"].get("num_retractions", 0))  # a request that lost its place starts anew
+    retractions = body["meta_info"].get("num_retractions", 0)  # a request that lost its place is prefilled anew
+    if type(retractions) is not int:
+        raise WrongAnswer(f"num_retractions is {retractions!r}, no whole number")
+    prefills = 1 + retractions
     acceptance = _acceptance(counters, len(answer.output_ids) - prefills)
     return Served(prompt, tuple(answer.output_ids), answer.finish_reason, acceptance)
 
@@ -195,5 +198,5 @@ def _acceptance(counters: Mapping[str, Any], tokens: int) -> Acceptance | None:
         return Acceptance(1, tokens, counters["spec_verify_ct"], histogram)
     except KeyError as error:
         raise WrongAnswer(f"meta_info has speculation counters but no {error}; use sglang 0.5.23") from None
-    except (ValueError, TypeError) as error:
+    except (ArithmeticError, ValueError, TypeError) as error:
         raise WrongAnswer(f"the speculation counters contradict the answer: {error}") from None

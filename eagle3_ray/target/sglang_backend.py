@@ -5,7 +5,6 @@ batches. The server is ours (started and ended here) or one that runs already.
 """
 
 import asyncio
-import json
 import tempfile
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -22,7 +21,7 @@ from eagle3_ray.sglang import capture_plugin, transport
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
 from eagle3_ray.sglang_cpu.processes import ServerFailed, ServerProcess
 from eagle3_ray.target import sglang_server
-from eagle3_ray.target.files import TargetError
+from eagle3_ray.target.files import TargetError, read_config
 from eagle3_ray.target.layers import resolve_layers, sglang_layer_ids, text_config
 from eagle3_ray.target.protocol import CaptureError, States, TargetDead, TokenSequence
 
@@ -58,7 +57,7 @@ class SGLangTarget:
             TargetError: the server was started with other flags; names the one.
             TargetDead: nobody answers.
         """
-        config = _config(folder)
+        config = read_config(folder)
         chosen = resolve_layers(config, layers)
         target = cls(url, config, chosen, dtype)
         _check_flags(url, target._run(target._server_info()), sglang_layer_ids(config, chosen))
@@ -74,7 +73,7 @@ class SGLangTarget:
         most_bytes: int = MOST_BYTES,
     ) -> Self:
         """A server of `eagle3_ray.sglang_cpu`; `args` are more SGLang arguments. Raises TargetDead."""
-        config = _config(folder)
+        config = read_config(folder)
         chosen = resolve_layers(config, layers)
 
         def make(env: Mapping[str, str], _log: Path) -> ServerProcess:
@@ -93,7 +92,7 @@ class SGLangTarget:
         startup_timeout_s: float = 3600,
     ) -> Self:
         """A server started with `command` (`PYTHON -m sglang.launch_server --tp-size 8`). Raises TargetDead."""
-        config = _config(folder)
+        config = read_config(folder)
         chosen = resolve_layers(config, layers)
 
         def make(env: Mapping[str, str], log: Path) -> ServerProcess:
@@ -225,14 +224,6 @@ def _take(path: Path) -> dict[str, torch.Tensor]:
         ) from None
     tensors: dict[str, torch.Tensor] = load(content)
     return tensors
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.exists():
-        raise TargetError(f"{folder} has no config.json, so it is no model folder.")
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
 
 
 def _check_flags(url: str, info: Mapping[str, Any], layer_ids: list[int]) -> None:

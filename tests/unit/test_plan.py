@@ -20,7 +20,7 @@ from eagle3_ray import plan
 from eagle3_ray.plan import PartitionPlan, Plan, PlanSettings, Render, TargetTokens, _read_source, _select, later_turns
 from eagle3_ray.prompts import PromptSourceError, Source, find
 from eagle3_ray.records import SEQUENCE_SCHEMA
-from eagle3_ray.runs import RunError, write_json
+from eagle3_ray.runs import RunError
 from tests.tiny_target import VOCAB_SIZE
 
 Rows = dict[str, list[Any]]
@@ -471,8 +471,7 @@ def test_a_plan_that_stands_is_used_again_without_ray(tmp_path: Path) -> None:
     settings = _settings()
     count = PartitionPlan("B1", 9, 1, 2, 3, 3, 6, 30, 12)
     tokens = TargetTokens([1, 2], "text", [3], [4, 5])
-    about = {"key": settings.key(), "expected": 6, "partitions": [asdict(count)], "tokens": asdict(tokens)}
-    write_json(tmp_path / "plan" / "plan.json", about)
+    plan.save(tmp_path / "plan", Plan(tmp_path / "plan", [count], tokens), settings.key())
     known = plan.make(tmp_path / "plan", settings, tmp_path / "rows")
     assert known == Plan(tmp_path / "plan", [count], tokens)
     assert (known.expected, known.answers, known.prompt_tokens) == (6, 3, 30)

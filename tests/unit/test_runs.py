@@ -83,7 +83,7 @@ def test_another_fingerprint_is_refused_field_by_field_and_changes_nothing(
 
 def test_a_damaged_manifest_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"generate": {')
-    with pytest.raises(RunError, match=r"is damaged .* move the run directory aside"):
+    with pytest.raises(RunError, match=r"is damaged .* Move the run directory aside"):
         RunDir(tmp_path).manifest()
 
 

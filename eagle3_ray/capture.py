@@ -209,7 +209,7 @@ def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: Targ
         batch_tokens=capture.batch_tokens,
         temperature=config.generate.temperature,
         endpoints=tuple(capture.endpoints),
-        server_args=tuple(capture.server_args),
+        server_args=(*config.target.server_args, *capture.server_args),
         launch=config.target.launch,
         limits=_limits(run_dir),
     )

@@ -4,7 +4,6 @@ Before the first sequence the target has to reproduce what the engine said of se
 every sequence is held against its recorded log-probabilities. What does not fit comes out with its reason.
 """
 
-import shlex
 import time
 import warnings
 from collections import deque
@@ -203,10 +202,9 @@ def _open(settings: CaptureSettings, number: int) -> Target:
 
     if settings.endpoints:
         return SGLangTarget.connect(settings.endpoints[number], settings.target, settings.layers, settings.dtype)
-    if settings.gpus == 0:
-        return SGLangTarget.start_on_cpu(settings.target, settings.layers, settings.dtype, settings.server_args)
-    command = [*shlex.split(settings.launch), "--tp-size", str(settings.gpus), *settings.server_args]
-    return SGLangTarget.start(command, settings.target, settings.layers, settings.dtype)
+    return SGLangTarget.start(
+        settings.target, settings.layers, settings.dtype, settings.server_args, settings.gpus, settings.launch
+    )
 
 
 def _probes(corpus: Corpus) -> list[int]:

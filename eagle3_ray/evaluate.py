@@ -61,6 +61,7 @@ class EvaluateSettings:
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
+    server_args: tuple[str, ...] = ()  # more arguments of the engines that are started here
     api_key: str | None = None
 
 
@@ -144,6 +145,7 @@ def settings_of(config: Config) -> EvaluateSettings:
         endpoints=endpoints,
         boundary_ids=tuple(config.audit.boundary_ids),
         trust_remote_code=config.target.trust_remote_code,
+        server_args=tuple(config.target.server_args),
         api_key=os.environ.get(config.generate.api_key_env or ""),
     )
 
@@ -225,7 +227,14 @@ def _prepare(settings: EvaluateSettings) -> _Work:
         load_questions(settings.prompts, settings.limit),
         Renderer(target.folder, trust_remote_code=settings.trust_remote_code, boundary_ids=settings.boundary_ids),
         Sampling(settings.max_new_tokens, settings.temperature, 1.0, False, target.vocab_size, frozenset(stops)),
-        Serving(_served_model(target), settings.steps, settings.launch, settings.gpus, settings.endpoints),
+        Serving(
+            _served_model(target),
+            settings.steps,
+            settings.launch,
+            settings.gpus,
+            settings.endpoints,
+            settings.server_args,
+        ),
     )
 
 

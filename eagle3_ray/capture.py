@@ -211,6 +211,7 @@ def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: Targ
         endpoints=tuple(capture.endpoints),
         server_args=(*config.target.server_args, *capture.server_args),
         launch=config.target.launch,
+        trust_remote_code=config.target.trust_remote_code,
         limits=_limits(run_dir),
     )
 

@@ -63,6 +63,7 @@ class CaptureSettings:
     endpoints: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
     launch: str = "python -m sglang.launch_server"
+    trust_remote_code: bool = False
     limits: OnPolicyLimits = field(default_factory=OnPolicyLimits)
 
 
@@ -151,7 +152,7 @@ class Capturer:
         if size > _LARGEST_LOADED_TWICE:
             return None
         dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-        return second_route(settings.target, settings.layers, sequence, dtype)
+        return second_route(settings.target, settings.layers, sequence, dtype, settings.trust_remote_code)
 
     def _states(self, sequences: list[TokenSequence]) -> list[States]:
         """Captures; an engine that died is replaced, and only what it had in hand is done again."""
@@ -197,6 +198,7 @@ def _open(settings: CaptureSettings, number: int) -> Target:
             "float32" if settings.dtype == "float32" else "bfloat16",
             device=None if settings.gpus else "cpu",
             batch_tokens=settings.batch_tokens,
+            trust_remote_code=settings.trust_remote_code,
         )
     from eagle3_ray.target.sglang_backend import SGLangTarget
 

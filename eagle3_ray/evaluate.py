@@ -289,6 +289,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str
         work.target,
         plain.answers.served,
         settings.steps,
+        settings.trust_remote_code,
     )
     result = {
         "acceptance": {group: counts.as_json() for group, counts in acceptance.items()},

@@ -29,6 +29,7 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.ledger import STAGE as GENERATE
 from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.stages import carried_out
 from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
@@ -38,6 +39,7 @@ STAGE = "capture"
 _SAY_EVERY_S = 5.0
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 

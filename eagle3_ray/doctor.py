@@ -31,13 +31,17 @@ def describe(run: RunDir) -> str:
         RunError: there is no run at that path.
     """
     manifest = run.manifest()
+    failed = [f"  PROBLEM: {failure}"] if (failure := run.last_job_failed()) else []
+    if STAGE not in manifest and failed:
+        return "\n".join([f"{run.path}", *failed])
     if STAGE not in manifest:
         raise RunError(f"{run.path} holds no run (no manifest.json with a stage). Start one with jobs/generate.py.")
     entry = manifest[STAGE]
     ledger = Ledger(run)
     if damaged := [file for file in ledger.files() if not _is_whole(file)]:
         return (
-            f"{run.path}\n  PROBLEM: {damaged[0]} is no whole Parquet file ({len(damaged)} such). Set the stage aside "
+            "\n".join([f"{run.path}", *failed])
+            + f"\n  PROBLEM: {damaged[0]} is no whole Parquet file ({len(damaged)} such). Set the stage aside "
             f"with --quarantine {STAGE} and generate again."
         )
     known = plan.load(run.stage(STAGE) / "plan")
@@ -53,6 +57,7 @@ def describe(run: RunDir) -> str:
     )
     lines = [
         f"{run.path}",
+        *failed,
         f"generate: {state}, {counts['rows']:,} sequences + {counts['rejected']:,} rejected of {expected:,} rows, "
         f"{counts['output_tokens']:,} answer tokens",
         f"  data        {ledger.rows / SEQUENCES}",

@@ -8,7 +8,6 @@ cannot be believed -> a table and a summary. Engines run one after the other, so
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import SUCCESS, RunDir, WriterLock
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.sglang_cpu.processes import ServerFailed
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
 
 STAGE = "evaluate"
@@ -65,6 +65,7 @@ class EvaluateSettings:
     api_key: str | None = None
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage and returns its summary; a run that was evaluated with these drafters and settings is left alone.
 
@@ -82,7 +83,6 @@ def run(config: Config) -> dict[str, Any]:
         if settings.gpus:
             cluster.connect()
             cluster.require(cluster.Need("engine", 1, 1, settings.gpus))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
         summary = evaluate(settings)
         run_dir.write_summary(STAGE, summary)

@@ -36,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sequences = mixed_lengths(arguments.sequences)
     if arguments.backend != "transformers":
-        server = SGLangTarget.start_on_cpu(model())
+        server = SGLangTarget.start(model())
         try:
             report("sglang", lambda: asyncio.run(prefill(server.url, sequences)), server, sequences, arguments.rounds)
         finally:

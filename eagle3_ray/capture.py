@@ -29,6 +29,7 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.ledger import STAGE as GENERATE
 from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.stages import carried_out
 from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
@@ -38,6 +39,7 @@ STAGE = "capture"
 _SAY_EVERY_S = 5.0
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 
@@ -210,8 +212,9 @@ def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: Targ
         batch_tokens=capture.batch_tokens,
         temperature=config.generate.temperature,
         endpoints=tuple(capture.endpoints),
-        server_args=tuple(capture.server_args),
+        server_args=(*config.target.server_args, *capture.server_args),
         launch=config.target.launch,
+        trust_remote_code=config.target.trust_remote_code,
         limits=_limits(run_dir),
     )
 

@@ -4,7 +4,6 @@ Before the first sequence the target has to reproduce what the engine said of se
 every sequence is held against its recorded log-probabilities. What does not fit comes out with its reason.
 """
 
-import shlex
 import time
 import warnings
 from collections import deque
@@ -64,6 +63,7 @@ class CaptureSettings:
     endpoints: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
     launch: str = "python -m sglang.launch_server"
+    trust_remote_code: bool = False
     limits: OnPolicyLimits = field(default_factory=OnPolicyLimits)
 
 
@@ -152,7 +152,7 @@ class Capturer:
         if size > _LARGEST_LOADED_TWICE:
             return None
         dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-        return second_route(settings.target, settings.layers, sequence, dtype)
+        return second_route(settings.target, settings.layers, sequence, dtype, settings.trust_remote_code)
 
     def _states(self, sequences: list[TokenSequence]) -> list[States]:
         """Captures; an engine that died is replaced, and only what it had in hand is done again."""
@@ -198,15 +198,15 @@ def _open(settings: CaptureSettings, number: int) -> Target:
             "float32" if settings.dtype == "float32" else "bfloat16",
             device=None if settings.gpus else "cpu",
             batch_tokens=settings.batch_tokens,
+            trust_remote_code=settings.trust_remote_code,
         )
     from eagle3_ray.target.sglang_backend import SGLangTarget
 
     if settings.endpoints:
         return SGLangTarget.connect(settings.endpoints[number], settings.target, settings.layers, settings.dtype)
-    if settings.gpus == 0:
-        return SGLangTarget.start_on_cpu(settings.target, settings.layers, settings.dtype, settings.server_args)
-    command = [*shlex.split(settings.launch), "--tp-size", str(settings.gpus), *settings.server_args]
-    return SGLangTarget.start(command, settings.target, settings.layers, settings.dtype)
+    return SGLangTarget.start(
+        settings.target, settings.layers, settings.dtype, settings.server_args, settings.gpus, settings.launch
+    )
 
 
 def _probes(corpus: Corpus) -> list[int]:

@@ -68,12 +68,17 @@ class Target(Section):
         description="the model path that the servers report, where it is not target.model under another parent folder",
     )
     trust_remote_code: bool = Field(
-        False, description="run the tokenizer code that comes with the model (Kimi needs it)"
+        False,
+        description="run the code that comes with the model, here and in the servers that we start (Kimi needs it)",
     )
-
     launch: str = Field(
         "python -m sglang.launch_server", description="command that starts SGLang on a GPU node, where a job starts one"
     )
+
+    @property
+    def server_args(self) -> list[str]:
+        """What every SGLang server of this target has to be started with."""
+        return ["--trust-remote-code"] if self.trust_remote_code else []
 
     @field_validator("model")
     @classmethod

@@ -31,6 +31,9 @@ def describe(run: RunDir) -> str:
         RunError: there is no run at that path.
     """
     manifest = run.manifest()
+    failed = [f"  PROBLEM: {failure}"] if (failure := run.last_job_failed()) else []
+    if STAGE not in manifest and failed:
+        return "\n".join([f"{run.path}", *failed])
     if STAGE not in manifest:
         raise RunError(f"{run.path} holds no run (no manifest.json with a stage). Start one with jobs/generate.py.")
     entry = manifest[STAGE]
@@ -38,7 +41,7 @@ def describe(run: RunDir) -> str:
     try:
         ledger.check()
     except RunError as damage:
-        return f"{run.path}\n  PROBLEM: {damage}"
+        return "\n".join([f"{run.path}", *failed, f"  PROBLEM: {damage}"])
     known = plan.load(run.stage(STAGE) / "plan")
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
@@ -52,6 +55,7 @@ def describe(run: RunDir) -> str:
     )
     lines = [
         f"{run.path}",
+        *failed,
         f"generate: {state}, {counts['rows']:,} sequences + {counts['rejected']:,} rejected of {expected:,} rows, "
         f"{counts['output_tokens']:,} answer tokens",
         f"  data        {ledger.rows / SEQUENCES}",

@@ -8,7 +8,6 @@ cannot be believed -> a table and a summary. Engines run one after the other, so
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import SUCCESS, RunDir, WriterLock
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.sglang_cpu.processes import ServerFailed
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
 
 STAGE = "evaluate"
@@ -57,9 +57,11 @@ class EvaluateSettings:
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
+    server_args: tuple[str, ...] = ()  # more arguments of the engines that are started here
     api_key: str | None = field(default=None, repr=False)
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage and returns its summary; a run that was evaluated with these drafters and settings is left alone.
 
@@ -77,7 +79,6 @@ def run(config: Config) -> dict[str, Any]:
         if settings.gpus:
             cluster.connect()
             cluster.require(cluster.Need("engine", 1, 1, settings.gpus))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
         summary = evaluate(settings, Kept(run_dir.stage(STAGE) / "measured"))
         run_dir.write_summary(STAGE, summary)
@@ -140,6 +141,7 @@ def settings_of(config: Config) -> EvaluateSettings:
         endpoints=endpoints,
         boundary_ids=tuple(config.audit.boundary_ids),
         trust_remote_code=config.target.trust_remote_code,
+        server_args=tuple(config.target.server_args),
         api_key=os.environ.get(config.generate.api_key_env or ""),
     )
 
@@ -223,7 +225,14 @@ def _prepare(settings: EvaluateSettings) -> _Work:
         load_questions(settings.prompts, settings.limit),
         Renderer(target.folder, trust_remote_code=settings.trust_remote_code, boundary_ids=settings.boundary_ids),
         Sampling(settings.max_new_tokens, settings.temperature, 1.0, False, target.vocab_size, frozenset(stops)),
-        Serving(_served_model(target), settings.steps, settings.launch, settings.gpus, settings.endpoints),
+        Serving(
+            _served_model(target),
+            settings.steps,
+            settings.launch,
+            settings.gpus,
+            settings.endpoints,
+            settings.server_args,
+        ),
     )
 
 
@@ -285,6 +294,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> dict[str, Any]
         work.target,
         plain.answers.served,
         settings.steps,
+        settings.trust_remote_code,
     )
     result = {
         "acceptance": {group: counts.as_json() for group, counts in acceptance.items()},

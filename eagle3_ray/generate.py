@@ -29,11 +29,13 @@ from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
 from eagle3_ray.sglang.protocol import Sampling
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 
 _REQUESTS_PER_ACTOR = 512
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 

@@ -30,6 +30,7 @@ from typing import Any, TextIO
 import numpy as np
 import pyarrow.fs as pafs
 
+from eagle3_ray.config import ConfigError
 from eagle3_ray.decontaminate import EvaluationTexts
 from eagle3_ray.instruction_sets import PUBLIC_SETS, Named, Place, PublicSet, RunQuestions, parse_row, rows_of
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, find, read
@@ -43,7 +44,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BAD_ROW_EXCERPT = 2000
 
 
-class PrepareError(ValueError):
+class PrepareError(ConfigError):
     """A setting of the prepare job cannot be used; the message names it, its value and the remedy."""
 
 

@@ -3,6 +3,8 @@
     RUN/manifest.json            per stage: fingerprint, versions, when, how often started
     RUN/generate/                all that one stage owns, so that setting it aside is one rename
     RUN/summaries/generate.json  the last summary of each stage
+    RUN/last_job.json            how the last job ended, and why
+    RUN/logs/STAGE.jsonl         what happened to it (run_log.py)
     RUN/quarantine/              what was set aside, never deleted
 
 A fingerprint is a flat dictionary of everything that changes tokens. A stage refuses to add to data of another one.
@@ -91,6 +93,27 @@ class RunDir:
         """The last summary of a stage, None where there is none."""
         path = self.path / "summaries" / f"{stage}.json"
         return read_json(path, f"Remove it; jobs/{stage}.py writes it again.") if path.exists() else None
+
+    def write_last_job(self, stage: str, started: float, status: str, cause: str | None) -> None:
+        """Keeps in RUN/last_job.json how the last job goes ("running") or ended, and why, in one sentence."""
+        ended = None if status == "running" else _now()
+        about = {"stage": stage, "status": status, "started": _stamp(started), "ended": ended, "cause": cause}
+        write_json(self.path / "last_job.json", about)
+
+    def last_job_failed(self) -> str | None:
+        """Stage, time and cause of the last job's end, for people; None where it is complete or still runs."""
+        path = self.path / "last_job.json"
+        if not path.exists() or WriterLock.is_held(self):
+            return None
+        job = json.loads(path.read_text())
+        if job["status"] == "complete":
+            return None
+        if job["status"] == "running":
+            return (
+                f"the last job ({job['stage']}, begun {job['started']}) was killed: it left no word of its end. "
+                f"{self.path / 'logs' / job['stage']}.jsonl has what it did."
+            )
+        return f"the last job ({job['stage']}, {job['ended']}) {job['status']}: {job['cause']}"
 
     def succeeded(self, stage: str) -> bool:
         """Whether the stage's data is complete and checked; readers wait for this."""
@@ -204,4 +227,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return _stamp(time.time())
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))

@@ -5,8 +5,6 @@ soon as it stands is given up with its own last words. When the job ends, howeve
 actor on an orderly end, with their parent's death on any other.
 """
 
-import os
-import shlex
 import sys
 import threading
 import time
@@ -18,7 +16,8 @@ import ray
 
 from eagle3_ray import cluster
 from eagle3_ray.config import Config
-from eagle3_ray.sglang_cpu import Server, in_venv
+from eagle3_ray.sglang.gpu_server import gpu_server
+from eagle3_ray.sglang_cpu import Server
 from eagle3_ray.sglang_cpu.processes import HOST, ServerFailed, ServerProcess, free_port
 from eagle3_ray.target.files import TargetFiles
 
@@ -26,15 +25,15 @@ _EARLY_S = 60.0
 _MOST_EARLY_DEATHS = 3
 """A server that dies so often in a row, each time within the time above, is given up."""
 
-_PARENT_WATCH = Path(in_venv.__file__).parent / "parent_watch.py"
-
 
 class ManagedServer:
     """One server on this node; a Ray actor. Raises ServerFailed where it does not start."""
 
     def __init__(self, model: str, gpus: int, launch: str, args: Sequence[str]) -> None:
-        self._model, self._gpus, self._launch, self._args = Path(model), gpus, launch, args
+        self._model, self._gpus, self._launch, self._args = model, gpus, launch, args
         self._port = free_port()
+        several = sum(node["Alive"] for node in ray.nodes()) > 1
+        self._host = ray.util.get_node_ip_address() if several else HOST  # loopback unless somebody has to reach it
         self._ending = threading.Event()
         self._failure: str | None = None
         self._server = self._start()
@@ -54,7 +53,7 @@ class ManagedServer:
         return self._failure
 
     def _start(self) -> ServerProcess:
-        return _server(self._model, self._gpus, self._launch, self._args, self._port).start()
+        return _server(self._model, self._gpus, self._launch, self._args, self._port, self._host).start()
 
     def _keep_alive(self) -> None:
         early_deaths = 0
@@ -77,22 +76,10 @@ class ManagedServer:
                 return
 
 
-def _server(model: Path, gpus: int, launch: str, args: Sequence[str], port: int) -> ServerProcess:
+def _server(model: str, gpus: int, launch: str, args: Sequence[str], port: int, host: str) -> ServerProcess:
     if gpus == 0:
-        return Server(model, port=port, args=args)
-    command = [sys.executable, str(_PARENT_WATCH), *shlex.split(launch), "--model-path", str(model)]
-    several = sum(node["Alive"] for node in ray.nodes()) > 1
-    host = ray.util.get_node_ip_address() if several else HOST  # loopback for as long as nobody else has to reach it
-    place = ["--host", host, "--port", str(port), "--tp-size", str(gpus)]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return ServerProcess(
-        [*command, *place, *args],
-        port=port,
-        env=inherited | {"EAGLE3_RAY_SERVER_PARENT": str(os.getpid())},
-        log=None,
-        startup_timeout_s=3600,
-        host=host,
-    )
+        return Server(Path(model), port=port, args=args)
+    return gpu_server(launch, model, gpus, args, port=port, host=host)
 
 
 @contextmanager
@@ -113,7 +100,9 @@ def endpoints(config: Config, target: TargetFiles) -> Iterator[list[str]]:
     print(f"starting {generate.servers} SGLang server(s); a large model takes minutes", file=sys.stderr)
     model = target.name if target.fingerprint()["target.weights"] is None else str(target.folder)
     servers = [
-        actor.remote(model, generate.gpus_per_server, config.target.launch, list(generate.server_args))
+        actor.remote(
+            model, generate.gpus_per_server, config.target.launch, [*config.target.server_args, *generate.server_args]
+        )
         for _ in range(generate.servers)
     ]
     try:

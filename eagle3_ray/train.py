@@ -28,6 +28,7 @@ from eagle3_ray.config import Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.runs import RunDir, RunError, WriterLock, read_json
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
 from eagle3_ray.train_log import LOG, Watch, read_log
@@ -52,6 +53,7 @@ _NUMBERS = (  # of the train section, all that change the trained drafter
 )
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from the newest checkpoint, and returns its summary.
 
@@ -136,8 +138,7 @@ def _fit(train: Train, settings: TrainSettings, start: int) -> None:
         (settings.folder / STOP).touch()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
-    TorchTrainer(
+    trainer = TorchTrainer(
         train_loop,
         train_loop_config={"settings": settings},
         scaling_config=ScalingConfig(
@@ -150,7 +151,12 @@ def _fit(train: Train, settings: TrainSettings, start: int) -> None:
             storage_path=str(settings.folder / "ray"),
             failure_config=FailureConfig(max_failures=train.restarts),
         ),
-    ).fit()
+    )
+    usual = signal.signal(signal.SIGTERM, ask_to_stop)
+    try:
+        trainer.fit()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _resources(train: Train) -> dict[str, float]:

@@ -1,14 +1,10 @@
 """ray job submit -- python jobs/prepare.py OUT --source NAME=PATH ... [--against EVAL ...] [--limit N] [--ngram N]"""
 
 import argparse
-import json
 import sys
 
-from eagle3_ray import prepare
-from eagle3_ray.errors import explain
+from eagle3_ray import cli, prepare
 from eagle3_ray.instruction_sets import PUBLIC_SETS
-from eagle3_ray.prompts import PromptSourceError
-from eagle3_ray.runs import RunError
 
 
 def main() -> int:
@@ -40,20 +36,11 @@ def main() -> int:
         "--ngram", metavar="N", type=int, default=13, help="so many words in a row count as shared (default 13)"
     )
     arguments = parser.parse_args()
-    try:
-        summary = prepare.run(
+    return cli.carry_out(
+        lambda: prepare.run(
             arguments.out, arguments.sources, arguments.against, limit=arguments.limit, ngram=arguments.ngram
         )
-    except (prepare.PrepareError, PromptSourceError, RunError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"STOPPED: {explain(error)}", file=sys.stderr)
-        return 1
-    for warning in summary["warnings"]:
-        print(f"WARNING: {warning}", file=sys.stderr)
-    print(json.dumps(summary), flush=True)
-    return 0
+    )
 
 
 def _help() -> str:

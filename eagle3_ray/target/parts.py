@@ -1,5 +1,6 @@
 """The target's embedding, output head, final norm and config, read from its files without loading the model."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from eagle3_ray.target.protocol import TargetParts
 _EMBED = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _NORM = "norm.weight"
+_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens)\.(?!weight$|bias$)")  # weight_packed, qweight, weight_scale, ...
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.", "transformer.")
 _INDEX = "model.safetensors.index.json"
 
@@ -29,6 +31,11 @@ def load_parts(folder: Path, dtype: torch.dtype) -> TargetParts:
     whole = read_config(folder)
     config = text_config(whole)
     where = _tensor_files(folder)
+    if quantised := [name for name in sorted(where) if _QUANTISED.search(name)]:
+        raise TargetError(
+            f"{folder} stores its head or embedding quantised ({quantised[0]}). Give a checkpoint "
+            "that leaves both as they were trained."
+        )
     embed = _read(where, (_EMBED, "wte.weight"), folder, dtype)
     norm = _read(where, (_NORM, "final_layernorm.weight"), folder, dtype)
     head_stored = any(prefix + _HEAD in where for prefix in _PREFIXES)

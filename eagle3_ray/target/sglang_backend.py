@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 class SGLangTarget:
     """States of the model in `folder` from the server at `url`, which computes in `dtype`.
 
-    `connect` finds a running server, `start` starts one on GPUs and `start_on_cpu` one on the CPU.
+    `connect` finds a running server, `start` starts one on GPUs or on the CPU.
     """
 
     def __init__(
@@ -64,55 +64,35 @@ class SGLangTarget:
         return target
 
     @classmethod
-    def start_on_cpu(
+    def start(
         cls,
         folder: Path,
         layers: Sequence[int] | None = None,
         dtype: str = "float32",
         args: Sequence[str] = (),
+        gpus: int = 0,
+        launch: str = "",
         most_bytes: int = MOST_BYTES,
     ) -> Self:
-        """A server of `eagle3_ray.sglang_cpu`; `args` are more SGLang arguments. Raises TargetDead."""
+        """A server over `gpus` GPUs started by `launch` (`python -m sglang.launch_server`), or on the CPU for 0 GPUs.
+
+        `args` are more SGLang arguments. Raises TargetDead where it does not start.
+        """
         config = read_config(folder)
         chosen = resolve_layers(config, layers)
-
-        def make(env: Mapping[str, str], _log: Path) -> ServerProcess:
-            return sglang_server.cpu_server(folder, config, chosen, ["--dtype", dtype, *args], env)
-
-        return cls._started(make, config, chosen, dtype, most_bytes)
-
-    @classmethod
-    def start(
-        cls,
-        command: Sequence[str],
-        folder: Path,
-        layers: Sequence[int] | None = None,
-        dtype: str = "bfloat16",
-        most_bytes: int = MOST_BYTES,
-        startup_timeout_s: float = 3600,
-    ) -> Self:
-        """A server started with `command` (`PYTHON -m sglang.launch_server --tp-size 8`). Raises TargetDead."""
-        config = read_config(folder)
-        chosen = resolve_layers(config, layers)
-
-        def make(env: Mapping[str, str], log: Path) -> ServerProcess:
-            return sglang_server.gpu_server(command, folder, config, chosen, dtype, env, log, startup_timeout_s)
-
-        return cls._started(make, config, chosen, dtype, most_bytes)
-
-    @classmethod
-    def _started(cls, make: Any, config: dict[str, Any], layers: tuple[int, ...], dtype: str, most_bytes: int) -> Self:
         with ExitStack() as cleanup:
             scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="eagle3_ray-capture-")))
             capture_plugin.sweep(sglang_server.SHARED_MEMORY)
             cleanup.callback(capture_plugin.sweep, sglang_server.SHARED_MEMORY)
             env = sglang_server.plugin_environment(scratch / "plugin", sglang_server.SHARED_MEMORY, most_bytes)
-            server: ServerProcess = make(env, scratch / "server.log")
+            server = sglang_server.capturing_server(
+                folder, config, chosen, dtype, env, scratch / "server.log", args, gpus, launch
+            )
             try:
                 cleanup.enter_context(server)
             except ServerFailed as error:
                 raise TargetDead(str(error)) from None
-            target = cls(server.url, config, layers, dtype)
+            target = cls(server.url, config, chosen, dtype)
             target.server = server
             target._cleanup = cleanup.pop_all()
             return target

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from eagle3_ray.target.layers import resolve_layers
+from eagle3_ray.target.model import load_model
 from eagle3_ray.target.packed_attention import PACKED, NotPlainAttention, register, sequences_of
 from eagle3_ray.target.protocol import CaptureError, States, TokenSequence
 
@@ -27,6 +27,9 @@ class TransformersTarget:
 
     `device` is "cpu", "cuda" or one of several GPUs ("cuda:1"); None takes all GPUs of the process (one after the
     other, by layers), else the CPU. A forward pass holds at most `batch_tokens` tokens, or one longer sequence.
+
+    Raises:
+        TargetError: the folder's own code is needed, and `trust_remote_code` is off.
     """
 
     def __init__(
@@ -36,12 +39,11 @@ class TransformersTarget:
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         device: str | None = None,
         batch_tokens: int = 8192,
+        trust_remote_code: bool = False,
     ) -> None:
         register()
         spread = device is None and torch.cuda.device_count() > 1
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], **({"device_map": "auto"} if spread else {})
-        )
+        model = load_model(folder, DTYPES[dtype], trust_remote_code, **({"device_map": "auto"} if spread else {}))
         if not spread:
             model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._decoder: Any = model.get_decoder().eval()

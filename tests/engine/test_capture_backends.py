@@ -39,7 +39,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def server_target(cpu_model: Path) -> Iterator[SGLangTarget]:
-    target = SGLangTarget.start_on_cpu(cpu_model)
+    target = SGLangTarget.start(cpu_model)
     yield target
     target.close()
 

@@ -458,8 +458,9 @@ def test_the_command_ends_with_its_summary_and_the_exit_code_tells_setup_errors(
         "WARNING: b: none of its 1 rows is kept.",
     ]
     refused = _job(str(tmp_path / "out"), "--source", first)
-    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.returncode == 2
     assert refused.stderr.startswith("FingerprintMismatch: ")
+    assert json.loads(refused.stdout)["status"] == "refused"
 
 
 def test_a_full_disk_stops_the_command_in_one_sentence(

@@ -1,17 +1,22 @@
 """The transformers backend against transformers' own list of hidden states."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle3_ray.capturer import CaptureSettings, _open
+from eagle3_ray.corpus import Corpus
+from eagle3_ray.target.files import TargetError
 from eagle3_ray.target.packed_attention import PACKED
+from eagle3_ray.target.proof import second_route
 from eagle3_ray.target.protocol import CaptureError, States, TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget
-from tests.tiny_model import sequences, tiny_gemma, tiny_llama
+from tests.tiny_model import model_with_code, sequences, tiny_gemma, tiny_llama
 
 LAYERS = (2, 4, 5)  # what auto means for eight layers
 
@@ -101,3 +106,22 @@ def test_a_sequence_that_fits_nowhere_is_named(llama: Path, monkeypatch: pytest.
     monkeypatch.setattr(target._decoder, "forward", out_of_memory_above(8, target._decoder.forward, []))
     with pytest.raises(CaptureError, match="Sequence s0 of 9 tokens alone does not fit"):
         target.capture(sequences([9]))
+
+
+def test_a_model_of_its_own_code_is_refused_until_that_code_is_trusted(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = model_with_code(tmp_path / "odd")
+    [asked] = sequences([12])
+    refusal = r"target\.trust_remote_code=false, and \S+odd can only be loaded by the Python code in it"
+    settings = CaptureSettings(cast(Corpus, None), folder, LAYERS, "transformers", "float32", 0, 1, 1024, 1.0)
+    with pytest.raises(TargetError, match=refusal):
+        _open(settings, 0)
+    with pytest.raises(TargetError, match=refusal):
+        second_route(folder, LAYERS, asked, torch.float32)
+    assert not (tmp_path / "modules").exists()  # nothing of it ran
+    target = _open(replace(settings, trust_remote_code=True), 0)
+    agree(llama, target.capture([asked]), [asked])
+    states = second_route(folder, LAYERS, asked, torch.float32, trust_remote_code=True)
+    agree(llama, [states], [asked])

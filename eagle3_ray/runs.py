@@ -11,9 +11,10 @@ A fingerprint is a flat dictionary of everything that changes tokens. A stage re
 import fcntl
 import json
 import os
+import shlex
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,12 @@ class WriterLock:
     def is_current(run_path: str, token: str) -> bool:
         """Whether the job that holds `token` still owns the run."""
         return (Path(run_path) / ".lock").read_text() == token
+
+
+def command(argv: Sequence[str]) -> str:
+    """A job's command line, to be typed again: `eagle3-generate ...`, or `python jobs/generate.py ...`."""
+    script = Path(argv[0])
+    return shlex.join(["python", *argv] if script.suffix == ".py" else [script.name, *argv[1:]])
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ def run(config: Config) -> dict[str, Any]:
     """Runs all stages, stops behind the first that does not complete, and returns what each came to.
 
     Raises:
-        The setup errors of the stages (see cli.SETUP_ERRORS).
+        ConfigError, PromptSourceError, TargetError, Unfit, ServerFailed, RunError: a stage's; says what to change.
     """
     started = time.monotonic()
     run_dir = RunDir(config.run.dir)

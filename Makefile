@@ -1,12 +1,13 @@
 # make demo   a real SGLang, a real model, a Ray job: prompts to exact token sequences on this machine
 # make test   lint, types and all tests
+# make docs   the guides and the API as pages, in build/site
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test unit lint clean
+.PHONY: demo test unit lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m eagle3_ray.demo $(ARGS)
@@ -21,6 +22,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
 
 # torch first and pinned: a newer one would pull gigabytes of CUDA libraries onto a laptop
 $(VENV)/.installed: pyproject.toml

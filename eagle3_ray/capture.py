@@ -8,7 +8,6 @@ Training that takes its states from a stream (train.feed) needs none of this.
 """
 
 import hashlib
-import shlex
 import shutil
 import sys
 import time
@@ -28,7 +27,7 @@ from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.ledger import STAGE as GENERATE
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.runs import RunDir, RunError, WriterLock, command
 from eagle3_ray.stages import carried_out
 from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
@@ -63,7 +62,7 @@ def run(config: Config) -> dict[str, Any]:
         plan.check_room()
         cluster.connect()
         cluster.require(need(config.capture))
-        run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
         sweep(run_dir.stage(STAGE) / "shards")
         progress = Progress(plan)
         stopped_by = None

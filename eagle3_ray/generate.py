@@ -7,7 +7,6 @@ it was: committed units are skipped right behind the read, finished answers come
 
 import math
 import os
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.prompts import find
-from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
 from eagle3_ray.sglang.protocol import Sampling
@@ -214,7 +213,7 @@ def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[Ser
             f"probe's prompt differ by {logprob_difference(began, facts[0].prompt_logprobs):.2f} nats a token."
         )
     about = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(sys.argv),
         "config": config.model_dump(),
         "versions": {"ray": ray.__version__, "python": sys.version.split()[0]},
         "servers": [{"url": fact.url, **fact.settings} for fact in facts],

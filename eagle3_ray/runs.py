@@ -13,9 +13,10 @@ A fingerprint is a flat dictionary of everything that changes tokens. A stage re
 import fcntl
 import json
 import os
+import shlex
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,12 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RunError(f"{path} is damaged (it holds no JSON object). {remedy}")
     return value
+
+
+def command(argv: Sequence[str]) -> str:
+    """A job's command line, to be typed again: `eagle3-generate ...`, or `python jobs/generate.py ...`."""
+    script = Path(argv[0])
+    return shlex.join(["python", *argv] if script.suffix == ".py" else [script.name, *argv[1:]])
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

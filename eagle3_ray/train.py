@@ -8,7 +8,6 @@ on any number of workers.
 
 import hashlib
 import json
-import shlex
 import signal
 import sys
 import time
@@ -27,7 +26,7 @@ from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
-from eagle3_ray.runs import RunDir, RunError, WriterLock, read_json
+from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
@@ -75,7 +74,7 @@ def run(config: Config) -> dict[str, Any]:
         _check_cache(run_dir, config, sequences, target)
         cluster.connect()
         cluster.require(*_needs(config))
-        run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
         folder = run_dir.stage(STAGE)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.sweep(folder / "checkpoints")

@@ -30,9 +30,10 @@ class PartitionCounts:
 
 @dataclass
 class EndpointState:
-    """One server, as an actor sees it."""
+    """One server, as an actor sees it. A withdrawn one is gone for good and nobody's trouble."""
 
     healthy: bool = True
+    withdrawn: bool = False
     in_flight: int = 0
     tokens_per_second: float = 0.0
     answers: int = 0
@@ -236,7 +237,7 @@ class Progress:
             f"rejected {rejected}, failed {failed}" + (f", {journaled} from the journal" if journaled else ""),
             f"ETA {_duration(left / requests_s)}" if requests_s > 0 else "ETA unknown",
         ]
-        down = [url for url, endpoint in view.endpoints.items() if not endpoint.healthy]
+        down = [url for url, endpoint in view.endpoints.items() if not (endpoint.healthy or endpoint.withdrawn)]
         if down:
             parts.append(f"DOWN: {', '.join(down)}")
         total = sum(self._expected.values())

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from eagle3_ray.cluster import beside_the_driver
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, compare, probe
 from eagle3_ray.sglang.protocol import Sampling, Transient
 from eagle3_ray.sglang.transport import open_session
@@ -107,4 +108,4 @@ class Registry:
 
 def start(name: str, *arguments: Any) -> Any:
     """Starts the actor with the arguments of Registry; it ends with the job, or by ray.kill."""
-    return ray.remote(Registry).options(name=name, num_cpus=0, max_restarts=-1).remote(*arguments)
+    return ray.remote(Registry).options(name=name, **beside_the_driver()).remote(*arguments)

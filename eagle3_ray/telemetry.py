@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from eagle3_ray.audit import AuditRules, Evidence
+from eagle3_ray.cluster import beside_the_driver
 
 _WINDOW_S = 30.0
 
@@ -254,4 +255,4 @@ def _duration(seconds: float) -> str:
 
 def start(rules: AuditRules) -> Any:
     """Starts the actor; it ends with the job."""
-    return ray.remote(Telemetry).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(rules)
+    return ray.remote(Telemetry).options(max_task_retries=-1, **beside_the_driver()).remote(rules)

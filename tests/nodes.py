@@ -17,10 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.jobs import REPOSITORY, Jobs
+from tests.jobs import REPOSITORY, Jobs, tiny_options
+
 
 class Nodes:
     """The cluster; it ends with the block, or with this process."""
@@ -61,6 +63,10 @@ class Nodes:
         """Kills all processes of the node at once."""
         self._ask("remove", node)
 
+    def actors(self, class_name: str) -> list[int]:
+        """The process ids of all living actors of a class."""
+        return list(self._ask("actors", class_name))
+
     def gpus(self) -> tuple[float, float]:
         """Free GPUs and all GPUs."""
         free, all_ = self._ask("gpus", None)
@@ -88,20 +94,27 @@ class Nodes:
         return json.loads(line)
 
 
-def launch(folder: Path, **options: Any) -> str:
+def launch(folder: Path, target: Path, **options: Any) -> str:
     """The value of `target.launch` for stand-in servers; their options and their request logs lie in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "options.json").write_text(json.dumps(options))
+    (folder / "options.json").write_text(json.dumps({**tiny_options(target), **options}))
     return f"{sys.executable} {REPOSITORY / 'tests/fakes/launch.py'} --folder {folder}"
 
 
 def requests_at(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The requests for rows that each server of `launch` has answered, by its log's name."""
-    logs = {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.log")}
-    return {
-        name: [entry for entry in entries if not entry["rid"].startswith("probe") and entry["outcome"] == "answered"]
-        for name, entries in logs.items()
-    }
+    """The requests for rows that each server of `launch` has answered, by its process id."""
+    found = {}
+    for path in folder.glob("*.log"):
+        text = path.read_text()
+        entries = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        answered = [entry for entry in entries if entry["outcome"] == "answered"]
+        found[path.stem] = [entry for entry in answered if not entry["rid"].startswith("probe")]
+    return found
+
+
+def servers_of(folder: Path) -> list[int]:
+    """The process ids of the servers of `launch` that live."""
+    return [int(path.stem) for path in folder.glob("*.log") if psutil.pid_exists(int(path.stem))]
 
 
 def main() -> None:
@@ -124,6 +137,9 @@ def main() -> None:
         elif what == "remove":
             cluster.remove_node(nodes[about], allow_graceful=False)
             answer(None)
+        elif what == "actors":
+            found = ray._private.state.actors().values()
+            answer([a["Pid"] for a in found if a["ActorClassName"] == about and a["State"] == "ALIVE"])
         else:
             answer([resources().get("GPU", 0.0) for resources in (ray.available_resources, ray.cluster_resources)])
     ray.shutdown()

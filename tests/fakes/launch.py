@@ -1,6 +1,6 @@
 """Starts a stand-in server with SGLang's own arguments, as `target.launch` of a job that starts its servers itself.
 
-`--folder` holds `options.json` (fields of fake_engine.Options) and gets a request log for each server.
+`--folder` holds `options.json` (fields of fake_engine.Options) and gets a request log, PID.log, of each server.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, required=True)
     arguments = parser.parse_args()
     options = Options(model_path=arguments.model_path, **json.loads((arguments.folder / "options.json").read_text()))
-    log = os.open(arguments.folder / f"{arguments.port}-{os.getpid()}.log", os.O_CREAT | os.O_APPEND | os.O_RDWR)
+    log = os.open(arguments.folder / f"{os.getpid()}.log", os.O_CREAT | os.O_APPEND | os.O_RDWR)
     asyncio.run(serve(arguments.port, options, log, arguments.host))
 
 

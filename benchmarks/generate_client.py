@@ -136,7 +136,6 @@ async def run_fleet(url: str, prompts: Path, model: Path, in_flight: int) -> Non
         facts = await probe(session, url, material, sampling)
     fleet = Fleet(
         [facts],
-        [],
         lambda: open_session(None, 60),
         material,
         sampling,

@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.data import DataContext
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray.config import ConfigError
 
@@ -27,6 +29,12 @@ def connect() -> None:
     ray.init(address or "local", logging_level="warning", log_to_driver=False, **alone)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
     DataContext.get_current().enable_progress_bars = False
+
+
+def beside_the_driver() -> dict[str, Any]:
+    """Options of an actor of the job that hardly costs anything: no other node's loss takes it, and Ray restarts it."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,10 @@ class Generate(Section):
     endpoints: Names = Field(
         default_factory=list, description="URLs of running SGLang servers, e.g. http://h1:30000,http://h2:30000"
     )
-    servers: int = Field(
-        0, ge=0, description="SGLang servers that the job starts, and stops, itself where no endpoints are given"
+    servers: int | Literal["auto"] = Field(
+        0,
+        description="SGLang servers that the job starts, and stops, itself where no endpoints are given; auto: as many "
+        "as the GPUs of all nodes are for (on CPUs one a node), more when a node joins",
     )
     gpus_per_server: int = Field(0, ge=0, description="GPUs of each of them (tensor parallelism); 0 is a CPU")
     server_args: Names = Field(default_factory=list, description="more arguments of the SGLang servers that we start")
@@ -121,6 +123,13 @@ class Generate(Section):
     attempts: int = Field(6, ge=1, description="times that a request is sent before its row waits for the next run")
     request_timeout_s: float = Field(1800, gt=0, description="longest time that one request may take")
     outage_limit_s: float = Field(600, gt=0, description="longest wait while no server answers, before the job stops")
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _is_a_number_or_auto(cls, value: Any) -> Any:
+        if value != "auto" and (not isinstance(value, int) or value < 0):
+            raise ValueError("has to be a number of servers, or auto")
+        return value
 
     @field_validator("endpoints")
     @classmethod

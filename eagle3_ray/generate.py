@@ -15,10 +15,11 @@ from typing import Any
 import ray
 from ray.data import ActorPoolStrategy
 
-from eagle3_ray import cluster, plan, servers, telemetry
+from eagle3_ray import cluster, plan, registry, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.crew import kept_up, serving
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import STAGE, Ledger
@@ -52,22 +53,25 @@ def run(config: Config) -> dict[str, Any]:
             return summary
         Ledger(run_dir).check()
         cluster.connect()
-        with servers.endpoints(config, target) as endpoints:
-            work = _prepare(run_dir, config, target, settings, endpoints)
+        with serving(config, target) as crew:
+            work = _prepare(run_dir, config, target, settings, crew.urls(), crew.most())
             if work.plan.expected == 0:
                 raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
             _claim(run_dir, config, target, work.facts)
             observer = telemetry.start(work.rules)
+            book = _registry(run_dir, config, work, observer)
             expected = {p.partition: p.expected for p in work.plan.partitions}
             stopped_by = None
-            with telemetry.Progress(observer, expected, Ledger(run_dir).by_partition()):
+            done = Ledger(run_dir).by_partition()
+            with kept_up(crew, book, observer), telemetry.Progress(observer, expected, done):
                 try:
-                    _pipeline(run_dir, config, work, observer, lock.token)
+                    _pipeline(run_dir, config, work, observer, book, lock.token)
                 except (ray.exceptions.RayError, OSError) as error:
                     stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(error))
                 except (SystemExit, KeyboardInterrupt) as end:
                     stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
             view = ray.get(observer.view.remote())
+            ray.kill(book)
         summary = _summarise(run_dir, config, work.plan, view, stopped_by, time.monotonic() - started)
         try:
             run_dir.write_summary(STAGE, summary)
@@ -88,7 +92,8 @@ def dry_run(config: Config) -> str:
         cluster.connect()
         try:
             settings = _plan_settings(config, target)
-            work = _prepare(run_dir, config, target, settings, config.generate.endpoints)
+            endpoints = config.generate.endpoints
+            work = _prepare(run_dir, config, target, settings, endpoints, len(endpoints))
         except Unfit as unfit:
             known = plan.load(run_dir.stage(STAGE) / "plan")
             return f"{_plan_text(config, known[0]) if known else ''}\nservers: {unfit}"
@@ -123,9 +128,9 @@ class _Work:
 
 
 def _prepare(
-    run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings, endpoints: list[str]
+    run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings, endpoints: list[str], most: int
 ) -> _Work:
-    """Makes the plan and probes the servers."""
+    """Makes the plan and probes the servers, of which there may be `most` before the job ends."""
     generate = config.generate
     if not endpoints:
         raise ConfigError(
@@ -155,16 +160,22 @@ def _prepare(
         loop_tokens=config.audit.loop_tokens,
         evidence_rows=config.audit.evidence_rows,
     )
-    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, the_plan, ray.cluster_resources()["CPU"])
+    cpus = ray.cluster_resources()["CPU"]
+    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, most, the_plan, cpus)
     return _Work(the_plan, settings, facts, silent, material, sampling, rules, pool)
 
 
-def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, token: str) -> None:
+def _registry(run_dir: RunDir, config: Config, work: _Work, observer: Any) -> Any:
+    timeout_s = config.generate.request_timeout_s
+    known = (work.facts, work.material, work.sampling, _api_key(config), timeout_s, observer)
+    return registry.start(f"servers of {run_dir.path}", *known)
+
+
+def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, book: Any, token: str) -> None:
     """read -> generate and audit -> write. A row's `unit` is its checkpoint: what is committed is not read again."""
     stage, generate = run_dir.stage(STAGE), config.generate
     settings = GeneratorSettings(
         facts=work.facts,
-        down=work.silent,
         material=work.material,
         sampling=work.sampling,
         rules=work.rules,
@@ -180,7 +191,7 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, token
     units = read_units(run_dir, work.plan.units, work.pool.groups_per_block)
     rows = units.map_batches(
         Generator,
-        fn_constructor_args=(settings, observer),
+        fn_constructor_args=(settings, observer, book),
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=LIGHT,
@@ -267,14 +278,16 @@ def _probe_material(config: Config, target: TargetFiles, tokens: TargetTokens) -
     )
 
 
-def _pool(max_in_flight: int, max_new_tokens: int, facts: list[ServerFacts], the_plan: Plan, cpus: float) -> Pool:
-    """Enough blocks under way that the servers never wait: three times the requests that they can run.
+def _pool(
+    max_in_flight: int, max_new_tokens: int, facts: list[ServerFacts], most: int, the_plan: Plan, cpus: float
+) -> Pool:
+    """Enough blocks under way that the servers never wait: three times the requests that `most` of them can run.
 
     Actors leave CPUs for the tasks that read and write.
     """
     request = the_plan.prompt_tokens / max(1, the_plan.answers) + max_new_tokens / 4
     runnable = sum(min(fact.max_running, fact.capacity_tokens / request) for fact in facts)
-    in_flight = min(max_in_flight, runnable)
+    in_flight = min(max_in_flight, runnable * most / len(facts))
     actors = max(1, min(round(in_flight / _REQUESTS_PER_ACTOR), int((cpus - 2 * LIGHT) / LIGHT)))
     groups = max(1, min(round(in_flight / actors / 2 / plan.ROWS_PER_GROUP), 8))
     blocks = math.ceil(3 * in_flight / (actors * groups * plan.ROWS_PER_GROUP))

@@ -7,11 +7,13 @@ task on another actor without losing or doubling a row.
 import asyncio
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import ray
 
 from eagle3_ray.audit import AuditRules, Evidence, cut_in_reasoning, judge
 from eagle3_ray.errors import StoppedEarly, explain
@@ -20,6 +22,7 @@ from eagle3_ray.metrics import GenerateMetrics
 from eagle3_ray.plan import PlanSettings, later_turns, make_renderer
 from eagle3_ray.prompts import BadPrompt
 from eagle3_ray.records import REJECTED, SEQUENCE_SCHEMA, SEQUENCES, Row, sequence_id, token_sha
+from eagle3_ray.registry import Roster
 from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, RowFailed
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
 from eagle3_ray.sglang.protocol import Refused, Sampling, Unauthorized
@@ -36,7 +39,6 @@ class GeneratorSettings:
     """All that an actor needs; plain data, so that it travels."""
 
     facts: list[ServerFacts]
-    down: list[str]
     material: ProbeMaterial
     sampling: Sampling
     rules: AuditRules
@@ -53,9 +55,10 @@ class GeneratorSettings:
 class Generator:
     """Ray Data's async map: a batch of units to a block of BLOCK_SCHEMA. Failed units are left to the next run."""
 
-    def __init__(self, settings: GeneratorSettings, telemetry: Any) -> None:
+    def __init__(self, settings: GeneratorSettings, telemetry: Any, registry: Any) -> None:
         self._settings = settings
         self._telemetry = telemetry
+        self._registry = registry
         self._name = uuid.uuid4().hex
         self._journal = Journal(Path(settings.journal))
         self._lengths = AnswerLengths(settings.sampling.max_new_tokens)
@@ -63,7 +66,6 @@ class Generator:
         self._report = Report({}, {}, {})
         self._fleet = Fleet(
             settings.facts,
-            settings.down,
             lambda: open_session(settings.api_key, settings.request_timeout_s),
             settings.material,
             settings.sampling,
@@ -74,6 +76,7 @@ class Generator:
             say=self._say,
         )
         self._longest = min(facts.longest_prompt(settings.sampling.max_new_tokens) for facts in settings.facts)
+        self._out: dict[str, str] = {}
         self._starting: asyncio.Task[None] | None = None
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
@@ -93,7 +96,9 @@ class Generator:
 
     async def _start(self) -> None:
         await self._fleet.start()
-        self._reporting = asyncio.get_running_loop().create_task(self._report_forever())
+        await self._follow_registry()  # settings.facts are those of the job's start
+        loop = asyncio.get_running_loop()
+        self._background = [loop.create_task(self._report_forever()), loop.create_task(self._follow_forever())]
 
     async def _unit(self, unit: Row) -> list[Row]:
         """The rows of all turns of a unit, or none where one of them has to wait for the next run."""
@@ -198,11 +203,26 @@ class Generator:
             if reason is not None and self._fleet.stopped is None:
                 self._fleet.stop(StoppedEarly(reason))
 
+    async def _follow_forever(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            await self._follow_registry()
+
+    async def _follow_registry(self) -> None:
+        """Tells the fleet which servers there are; a registry that is lost, or just started anew, changes nothing."""
+        with suppress(ray.exceptions.RayError):
+            roster: Roster | None = await self._registry.roster.remote()
+            if roster is not None:
+                self._fleet.follow(roster.fit, roster.out)
+                self._out = roster.out
+
     async def _send_report(self) -> str | None:
         """Tells the telemetry all that is known here; returns its reason to stop, if there is one."""
+        self._report.endpoints = {url: EndpointState(healthy=False) for url in self._out}
         for url, endpoint in self._fleet.endpoints.items():
             self._report.endpoints[url] = EndpointState(
                 endpoint.healthy,
+                endpoint.withdrawn,
                 endpoint.in_flight,
                 endpoint.load.tokens_per_second,
                 endpoint.answers,

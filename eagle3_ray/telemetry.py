@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from eagle3_ray.audit import AuditRules, Evidence
+from eagle3_ray.cluster import beside_the_driver
 
 _WINDOW_S = 30.0
 
@@ -30,9 +31,10 @@ class PartitionCounts:
 
 @dataclass
 class EndpointState:
-    """One server, as an actor sees it."""
+    """One server, as an actor sees it. A withdrawn one is gone for good and nobody's trouble."""
 
     healthy: bool = True
+    withdrawn: bool = False
     in_flight: int = 0
     tokens_per_second: float = 0.0
     answers: int = 0
@@ -237,7 +239,7 @@ class Progress:
             f"rejected {rejected}, failed {failed}" + (f", {journaled} from the journal" if journaled else ""),
             f"ETA {_duration(left / requests_s)}" if requests_s > 0 else "ETA unknown",
         ]
-        down = [url for url, endpoint in view.endpoints.items() if not endpoint.healthy]
+        down = [url for url, endpoint in view.endpoints.items() if not (endpoint.healthy or endpoint.withdrawn)]
         if down:
             parts.append(f"DOWN: {', '.join(down)}")
         total = sum(self._expected.values())
@@ -254,4 +256,4 @@ def _duration(seconds: float) -> str:
 
 def start(rules: AuditRules) -> Any:
     """Starts the actor; it ends with the job."""
-    return ray.remote(Telemetry).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(rules)
+    return ray.remote(Telemetry).options(max_task_retries=-1, **beside_the_driver()).remote(rules)

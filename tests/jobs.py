@@ -60,16 +60,19 @@ class Jobs:
 
 def fake_server(target: Path, **options: Any) -> FakeServer:
     """A stand-in server of the tiny target; `options` are fields of fake_engine.Options."""
-    defaults = {
+    return FakeServer(**{**tiny_options(target), "model_path": str(target), **options})
+
+
+def tiny_options(target: Path) -> dict[str, Any]:
+    """What makes a stand-in server one of the tiny target."""
+    return {
         "tokenizer_dir": str(target),
-        "model_path": str(target),
         "vocab_size": VOCAB_SIZE,
         "eos_id": IM_END,
         "mean_tokens": 15.0,
         "context_length": 512,
         "max_total_tokens": 8192,
     }
-    return FakeServer(**{**defaults, **options})
 
 
 def settings(run: Path, target: Path, prompts: Path, *urls: str) -> list[str]:

@@ -49,7 +49,6 @@ def right_answer(prompt_ids: Sequence[int], sampling: Sampling = SAMPLING, mean_
 @asynccontextmanager
 async def started_fleet(
     *servers: FakeServer,
-    down: Sequence[str] = (),
     sampling: Sampling = SAMPLING,
     api_key: str | None = None,
     timeout_s: float = 10,
@@ -60,7 +59,7 @@ async def started_fleet(
     async with open_() as session:
         facts = [await probe(session, one.url, MATERIAL, sampling) for one in servers]
     defaults = {"max_in_flight": 64, "share": 1.0, "attempts": 12, "outage_limit_s": 60}
-    fleet = Fleet(facts, down, open_, MATERIAL, sampling, **(defaults | settings))
+    fleet = Fleet(facts, open_, MATERIAL, sampling, **(defaults | settings))
     await fleet.start()
     try:
         yield fleet

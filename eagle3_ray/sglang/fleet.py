@@ -11,8 +11,8 @@ import random
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -61,6 +61,7 @@ class Endpoint:
     budget: float
     healthy: bool = True
     unfit: str | None = None
+    withdrawn: bool = False
     in_flight: int = 0
     reserved: int = 0
     failures: int = 0
@@ -70,6 +71,7 @@ class Endpoint:
     retries: Counter[str] = field(default_factory=Counter)
     silent_looks: int = 0
     posts: set[asyncio.Task[Any]] = field(default_factory=set)
+    watchers: set[asyncio.Task[None]] = field(default_factory=set)
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of that size may go there now; an idle server takes any."""
@@ -97,7 +99,6 @@ class Fleet:
     def __init__(
         self,
         facts: Sequence[ServerFacts],
-        down: Sequence[str],
         open_session: Callable[[], aiohttp.ClientSession],
         material: ProbeMaterial,
         sampling: Sampling,
@@ -112,9 +113,6 @@ class Fleet:
         self._reference = facts[0]
         self._share = share
         self.endpoints = {fact.url: Endpoint(fact, *_room(fact, share)) for fact in facts}
-        for url in down:
-            self.endpoints[url] = Endpoint(replace(facts[0], url=url), *_room(facts[0], share))
-            self.endpoints[url].healthy = False
         self._open_session = open_session
         self._material = material
         self._sampling = sampling
@@ -130,10 +128,26 @@ class Fleet:
         """Opens the session and begins to watch the servers."""
         self._session = self._open_session()
         for endpoint in self.endpoints.values():
-            self._spawn(self._follow_load(endpoint))
-            if not endpoint.healthy:
-                self._spawn(self._recover(endpoint))
+            self._watch(endpoint, self._follow_load(endpoint))
         self._spawn(self._watch_outage())
+
+    def follow(self, fit: Sequence[ServerFacts], out: Collection[str]) -> None:
+        """Takes in the servers of `fit` that are new, and gives up those that are neither there nor in `out`.
+
+        One that is given up costs the requests that it has; they are sent again to others.
+        """
+        for facts in fit:
+            known = self.endpoints.get(facts.url)
+            if known is None or known.withdrawn:
+                endpoint = self.endpoints[facts.url] = Endpoint(facts, *_room(facts, self._share))
+                self._watch(endpoint, self._follow_load(endpoint))
+        offered = {facts.url for facts in fit}.union(out)
+        for url, endpoint in self.endpoints.items():
+            if url not in offered and not endpoint.withdrawn:
+                endpoint.healthy, endpoint.withdrawn = False, True
+                for task in [*endpoint.posts, *endpoint.watchers]:
+                    task.cancel()
+        self._admit_waiting()
 
     async def close(self) -> None:
         """Ends all that runs in the background."""
@@ -179,7 +193,7 @@ class Fleet:
             except Unauthorized as error:
                 endpoint.healthy, endpoint.unfit = False, str(error)
                 self._say(f"{endpoint.facts.url} stays out: {error}")
-                if all(other.unfit for other in self.endpoints.values()):
+                if self._none_is_fit():
                     raise
                 failure = Transient("unauthorized", str(error))
             else:
@@ -202,8 +216,12 @@ class Fleet:
             return await task
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            if endpoint.silent_looks < _SILENT_LOOKS or (caller is not None and caller.cancelling()):
+            if caller is not None and caller.cancelling():
                 raise  # it is we who are cancelled
+            if endpoint.withdrawn:
+                raise Transient("withdrawn", "the server is gone") from None
+            if endpoint.silent_looks < _SILENT_LOOKS:
+                raise
             raise Transient("server hangs", "it holds its connections and answers nothing") from None
         finally:
             task.cancel()
@@ -260,7 +278,7 @@ class Fleet:
         if endpoint.healthy and (endpoint.failures >= _FAILURES_UNTIL_DOWN or lost):
             self._say(f"{endpoint.facts.url} is taken out after {error}; it is probed until it is back")
             endpoint.healthy = False
-            self._spawn(self._recover(endpoint))
+            self._watch(endpoint, self._recover(endpoint))
 
     async def _recover(self, endpoint: Endpoint) -> None:
         """Probes a lost server until it is back; an unfit one stays out."""
@@ -278,7 +296,7 @@ class Fleet:
             except Unfit as unfit:
                 endpoint.unfit = str(unfit)
                 self._say(f"{url} stays out: {unfit}")
-                if all(e.unfit for e in self.endpoints.values()):
+                if self._none_is_fit():
                     self.stop(NoServer(f"No server is fit any more; {url}: {unfit}"))
                 return
             else:
@@ -323,9 +341,10 @@ class Fleet:
                 continue
             down_s = time.monotonic() - self._healthy_since
             if down_s > self._outage_limit_s:
+                offered = ", ".join(url for url, end in self.endpoints.items() if not end.withdrawn) or "all are gone"
                 self.stop(
                     NoServer(
-                        f"No server has answered for {down_s:.0f} s ({', '.join(self.endpoints)}). Start one and run "
+                        f"No server has answered for {down_s:.0f} s ({offered}). Start one and run "
                         "the same command again; what is finished is kept."
                     )
                 )
@@ -334,7 +353,16 @@ class Fleet:
                 self._say(f"No server answers; waiting up to {self._outage_limit_s:.0f} s.")
                 said = True
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _none_is_fit(self) -> bool:
+        return all(endpoint.unfit or endpoint.withdrawn for endpoint in self.endpoints.values())
+
+    def _watch(self, endpoint: Endpoint, work: Coroutine[Any, Any, None]) -> None:
+        """Like _spawn, for as long as the server is ours."""
+        task = self._spawn(work)
+        endpoint.watchers.add(task)
+        task.add_done_callback(endpoint.watchers.discard)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         def ended(task: asyncio.Task[None]) -> None:
             self._background.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -343,6 +371,7 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(ended)
+        return task
 
 
 def _room(facts: ServerFacts, share: float) -> tuple[float, int, float]:

@@ -31,6 +31,7 @@ class Server(ServerProcess):
         model: Path,
         *,
         port: int = 0,
+        host: str = HOST,
         args: Sequence[str] = (),
         drafter: Path | None = None,
         kv_tokens: int = 16384,
@@ -45,9 +46,11 @@ class Server(ServerProcess):
         `threads` are the model's own; None takes one for each core, up to four.
         """
         port = port or free_port()
+        words = sglang_arguments(model, port, kv_tokens, drafter, ["--host", host, *args])
         super().__init__(
-            [install(cache) / "bin" / "python", LAUNCH, *sglang_arguments(model, port, kv_tokens, drafter, args)],
+            [install(cache) / "bin" / "python", LAUNCH, *words],
             port=port,
+            host=host,
             env=server_environment(threads or default_threads()) | dict(env or {}),
             log=log,
             startup_timeout_s=startup_timeout_s,
@@ -60,7 +63,6 @@ def sglang_arguments(model: Path, port: int, kv_tokens: int, drafter: Path | Non
         "--model-path": str(model),
         "--device": "cpu",
         "--dtype": "float32",
-        "--host": HOST,
         "--port": str(port),
         "--attention-backend": "intel_amx",  # launch.py stands in for it
         "--cuda-graph-backend-decode": "disabled",

@@ -123,12 +123,12 @@ class FakeServer:
                 pipe.close()
 
 
-async def serve(port: int, options: Options, log_fd: int | None) -> None:
+async def serve(port: int, options: Options, log_fd: int | None, host: str = "127.0.0.1") -> None:
     runner = web.AppRunner(FakeSglang(options, log_fd).app(), access_log=None, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, backlog=4096)
+    site = web.TCPSite(runner, host, port, backlog=4096)
     await site.start()
-    host, bound = runner.addresses[0][:2]
+    bound = runner.addresses[0][1]
     print(json.dumps({"url": f"http://{host}:{bound}"}), flush=True)
     await asyncio.Event().wait()
 

@@ -6,6 +6,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -302,25 +303,61 @@ def test_when_all_are_down_everybody_who_waits_is_told_after_the_limit() -> None
         asyncio.run(run(one))
 
 
-def test_a_server_that_starts_late_is_used_with_its_own_room() -> None:
+def test_a_server_that_joins_is_used_with_its_own_room() -> None:
     async def run(early: FakeServer, late: FakeServer) -> None:
-        async with started_fleet(early, down=[late.url]) as fleet:
+        async with started_fleet(early, max_in_flight=500) as fleet:
+            tasks = [in_background(outcome(fleet, f"r{n}", ids)) for n, ids in enumerate(prompts(300))]
+            await eventually(lambda: fleet.endpoints[early.url].answers > 20)
+            early_facts = fleet.endpoints[early.url].facts
+            fleet.follow([early_facts], out=[late.url])
+            assert list(fleet.endpoints) == [early.url]
+            facts = replace(early_facts, url=late.url, capacity_tokens=5000, max_running=4)
+            fleet.follow([early_facts, facts], out=[])
             end = fleet.endpoints[late.url]
-            assert not end.healthy
-            late.start()
-            await eventually(lambda: end.healthy)
-            assert end.facts.url == late.url
-            assert (end.most_requests, end.budget) == (4, 5000)
-            assert output_ids(await outcomes(fleet, prompts(100))) == [right_answer(ids) for ids in prompts(100)]
-            assert end.answers > 0
-            assert late.max_in_flight() <= 4
+            assert (end.most_requests, end.budget, end.in_flight) == (4, 5000, 4)
+            assert output_ids(await asyncio.gather(*tasks)) == [right_answer(ids) for ids in prompts(300)]
+            assert 0 < end.answers < fleet.endpoints[early.url].answers
+            assert late.max_in_flight() == 4
 
     with (
-        server(max_total_tokens=20000, base_latency_s=0.01) as early,
-        server(max_running=4, max_total_tokens=5000) as late,
+        server(max_total_tokens=20000, max_running=8, base_latency_s=0.01) as early,
+        server(max_running=4, max_total_tokens=5000, base_latency_s=0.01) as late,
     ):
-        late.kill()
         asyncio.run(run(early, late))
+
+
+def test_a_server_that_is_withdrawn_loses_what_is_in_flight_there_and_nothing_else() -> None:
+    async def run(stays: FakeServer, goes: FakeServer) -> None:
+        async with started_fleet(stays, goes) as fleet:
+            end, gone = fleet.endpoints[stays.url], fleet.endpoints[goes.url]
+            goes.set(faults={"timeout": 1.0})  # as behind a dead network: nothing comes back, no connection ends
+            tasks = [in_background(outcome(fleet, f"r{n}", ids)) for n, ids in enumerate(prompts(ROWS))]
+            await eventually(lambda: gone.in_flight > 0 and end.answers > 10)
+            in_flight, answered = gone.in_flight, gone.answers
+            fleet.follow([end.facts], out=[])
+            assert output_ids(await asyncio.gather(*tasks)) == [right_answer(ids) for ids in prompts(ROWS)]
+            assert retries(fleet) == {"withdrawn": in_flight}
+            assert (gone.answers, gone.in_flight, gone.watchers, gone.posts) == (answered, 0, set(), set())
+            assert not gone.healthy
+
+    with server(base_latency_s=0.01) as stays, server(base_latency_s=0.01) as goes:
+        asyncio.run(run(stays, goes))
+
+
+def test_a_fleet_whose_servers_were_all_withdrawn_waits_for_new_ones() -> None:
+    async def run(old: FakeServer, new: FakeServer) -> None:
+        async with started_fleet(old) as fleet:
+            facts = fleet.endpoints[old.url].facts
+            fleet.follow([], out=[])
+            task = in_background(outcome(fleet, "row", prompts(1)[0]))
+            await eventually(lambda: len(fleet._waiting) == 1)
+            fleet.follow([replace(facts, url=new.url)], out=[])
+            assert output_ids([await task]) == [right_answer(prompts(1)[0])]
+            fleet.follow([facts], out=[])  # the first one again
+            assert output_ids([await outcome(fleet, "row", prompts(1)[0])]) == [right_answer(prompts(1)[0])]
+
+    with server() as old, server() as new:
+        asyncio.run(run(old, new))
 
 
 # ---- admission

@@ -374,3 +374,35 @@ def test_a_watched_tree_dies_with_its_owner_and_with_its_server(tmp_path: Path, 
             owner.kill()
             for pid in group_members(server_pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+FAMILY = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(600)
+"""
+"""A server that knows nothing of its owner, with a child that knows nothing of it."""
+
+
+@pytest.mark.parametrize("victim", ["owner", "server"])
+def test_a_command_that_knows_nothing_of_it_is_watched_too(victim: str) -> None:
+    """The server is the owner's own child: Ray 2.60 kills the children of a worker that ends, and no grandchildren."""
+    watch = LAUNCH.parent / "parent_watch.py"
+    owner = f"""
+import subprocess, sys
+server = subprocess.Popen([sys.executable, {str(watch)!r}, sys.executable, "-c", {FAMILY!r}], start_new_session=True)
+print(server.pid, flush=True)
+server.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server, child = (int(process.stdout.readline()) for _ in range(2))
+        try:
+            assert set(group_members(server)) > {server, child}
+            assert Path(f"/proc/{server}/cmdline").read_text().split("\0")[1] == "-c"
+            os.kill(process.pid if victim == "owner" else server, signal.SIGKILL)
+            assert eventually(lambda: group_members(server) == [])
+        finally:
+            process.kill()
+            for pid in group_members(server):
+                os.kill(pid, signal.SIGKILL)

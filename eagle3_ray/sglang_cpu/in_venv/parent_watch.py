@@ -4,8 +4,8 @@
 """
 
 import os
+import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +32,24 @@ def die_with_parent(poll_s: float = 0.5) -> None:
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
 
 
+def replace_by(command: list[str]) -> None:
+    """Becomes `command`, and leaves a process that kills the whole group once the parent or the command is gone.
+
+    Ray 2.60 kills the children of a worker that ends, but not their children; so the command itself is the child, and
+    the group does not outlive it either.
+    """
+    parent, ours = int(os.environ.get(PARENT, os.getppid())), os.getpid()
+    if os.fork() == 0:
+        ends = select.poll()
+        try:
+            for process in (parent, ours):
+                ends.register(os.pidfd_open(process), select.POLLIN)
+            ends.poll()
+        except ProcessLookupError:
+            pass  # it is gone already
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.execvp(command[0], command)
+
+
 if __name__ == "__main__":
-    die_with_parent()
-    sys.exit(subprocess.call(sys.argv[1:]))
+    replace_by(sys.argv[1:])

@@ -9,18 +9,15 @@ are compared. Prints a JSON line for each; the goal is a ratio of at least 0.95.
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
-import aiohttp
 import numpy as np
 import torch
 
 from eagle3_ray.sglang_cpu import model
-from eagle3_ray.target.packed_attention import sequences_of
 from eagle3_ray.target.protocol import TokenSequence
 from eagle3_ray.target.sglang_backend import SGLangTarget
 from eagle3_ray.target.transformers_backend import TransformersTarget
@@ -38,13 +35,13 @@ def main() -> None:
     if arguments.backend != "transformers":
         server = SGLangTarget.start(model())
         try:
-            report("sglang", lambda: asyncio.run(prefill(server.url, sequences)), server, sequences, arguments.rounds)
+            report("sglang", server, sequences, arguments.rounds)
         finally:
             server.close()
     if arguments.backend != "sglang":
         target = TransformersTarget(model(), dtype="float32", device="cpu", batch_tokens=BATCH_TOKENS)
         waste = padding_waste(target, sequences)
-        report("transformers", lambda: bare_forwards(target, sequences), target, sequences, arguments.rounds, waste)
+        report("transformers", target, sequences, arguments.rounds, waste)
 
 
 def mixed_lengths(count: int) -> list[TokenSequence]:
@@ -54,27 +51,6 @@ def mixed_lengths(count: int) -> list[TokenSequence]:
         TokenSequence(str(n), rng.integers(49000, size=length, dtype=np.int32), 0)
         for n, length in enumerate(rng.integers(50, 500, size=count))
     ]
-
-
-async def prefill(url: str, sequences: Sequence[TokenSequence]) -> None:
-    async def one(session: aiohttp.ClientSession, sequence: TokenSequence) -> None:
-        sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": sequence.ids.tolist(), "sampling_params": sampling}
-        async with session.post(f"{url}/generate", json=body) as answer:
-            await answer.json()
-
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        await asyncio.gather(*(one(session, sequence) for sequence in sequences))
-
-
-def bare_forwards(target: TransformersTarget, sequences: Sequence[TokenSequence]) -> None:
-    """The model alone on the batches that the backend makes: nothing is taken out of it and nothing is kept."""
-    for batch in target._batches(sequences):
-        lengths = [len(sequence.ids) for sequence in batch]
-        ids = torch.from_numpy(np.concatenate([sequence.ids for sequence in batch])).long()
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        with torch.no_grad(), sequences_of(lengths):
-            target._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False)
 
 
 def padding_waste(target: TransformersTarget, sequences: Sequence[TokenSequence]) -> float:
@@ -93,7 +69,6 @@ def padding_waste(target: TransformersTarget, sequences: Sequence[TokenSequence]
 
 def report(
     name: str,
-    baseline: Callable[[], None],
     target: SGLangTarget | TransformersTarget,
     sequences: list[TokenSequence],
     rounds: int,
@@ -103,7 +78,7 @@ def report(
     target.capture(sequences[:4])  # warm up
     bare, captured = [], []
     for _ in range(rounds):
-        bare.append(tokens / timed(baseline))
+        bare.append(tokens / timed(lambda: target.prefill(sequences)))
         captured.append(tokens / timed(lambda: target.capture(sequences)))
     print(
         json.dumps(

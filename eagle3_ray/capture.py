@@ -298,7 +298,7 @@ class Progress:
         self._said = 0.0
         self.shards = self.tokens = self.bytes = self.set_aside = 0
         self.seconds = 0.0
-        self._first_end = 0.0
+        self._busy = self._prefill = 0.0
 
     def add(self, shard: dict[str, Any]) -> None:
         """Adds a shard that is committed."""
@@ -308,6 +308,8 @@ class Progress:
         self.tokens += shard["tokens"]
         self.bytes += shard["bytes"]
         self.set_aside += shard["set_aside"]
+        self._busy += shard["seconds"]
+        self._prefill += shard["prefill_seconds"]
         for note in shard["notes"]:
             print(note, file=sys.stderr)
         self.seconds = now - self._started
@@ -316,10 +318,15 @@ class Progress:
             left = (self._plan.missing_tokens - self.tokens) / max(self.tokens_per_second, 1e-9)
             print(
                 f"{time.strftime('%H:%M:%S')} shards {self.shards}/{len(self._plan.missing)} | "
-                f"{self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s | {self.bytes / 1e9:.2f} GB | "
-                f"set aside {self.set_aside} | ETA {left / 60:.0f} min",
+                f"{self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s ({self.prefill_share:.0%} of bare "
+                f"prefill) | {self.bytes / 1e9:.2f} GB | set aside {self.set_aside} | ETA {left / 60:.0f} min",
                 file=sys.stderr,
             )
+
+    @property
+    def prefill_share(self) -> float:
+        """The speed of capturing, its checks and writing included, over that of the target's prefill alone."""
+        return self._prefill / self._busy if self._busy else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -356,6 +363,7 @@ def _summarise(
         "missing": len(sequences) - seen,
         "tokens": plan.tokens - plan.missing_tokens,
         "tokens_per_second": round(progress.tokens_per_second, 1),
+        "prefill_share": round(progress.prefill_share, 3),
         "bytes_per_token": plan.bytes_per_token,
         "bytes": sum((folder / "shards" / f"{shard.name}.parquet").stat().st_size for shard in there),
         "on_policy_difference": quantiles,

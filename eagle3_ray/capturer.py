@@ -119,11 +119,19 @@ class Capturer:
         if (reason := self._settings.limits.reason_for_all(self._scores)) is not None:
             raise CaptureError(reason)
         tokens = sum(len(captured.states) for captured in found)
-        self._metrics.captured(len(found), tokens, time.monotonic() - started)
+        size = sum(captured.states.nbytes for captured in found)
+        self._metrics.captured(len(found), tokens, size, time.monotonic() - started)
         for captured in found:
             if captured.reason is not None:
                 self._metrics.set_aside()
         return found
+
+    def prefill_speed(self, rows: Sequence[int]) -> float:
+        """Tokens/s of the target when it reads these sequences and gives nothing away. Raises TargetDead."""
+        sequences = [self._sequence(row) for row in rows]
+        started = time.monotonic()
+        self._target.prefill(sequences)
+        return sum(len(sequence.ids) for sequence in sequences) / (time.monotonic() - started)
 
     def _proved(self) -> Target:
         """The target, once it has reproduced what the engine said of some sequences."""
@@ -227,6 +235,7 @@ class ShardCapturer:
         self._storage = storage
         self._about = about
         self._token = token
+        self._prefill_speed: float | None = None  # measured behind the first shard, when the target is warm
 
     def __call__(self, batch: dict[str, npt.NDArray[Any]]) -> dict[str, list[Any]]:
         """Captures one shard; a batch holds its `shard` and `rows`. Answers with what was stored."""
@@ -251,13 +260,18 @@ class ShardCapturer:
         except BaseException:
             writer.discard()
             raise
+        seconds = time.monotonic() - started
+        if self._prefill_speed is None:
+            self._prefill_speed = self._capturer.prefill_speed(next(self._capturer.packs(rows)))
+        tokens = sum(int(self._corpus.tokens[row]) for row in rows)
         set_aside = sum(score["reason"] is not None for score in scores)
         return {
             "sequences": [len(rows) - set_aside],
             "set_aside": [set_aside],
-            "tokens": [sum(int(self._corpus.tokens[row]) for row in rows)],
+            "tokens": [tokens],
             "bytes": [size],
-            "seconds": [time.monotonic() - started],
+            "seconds": [seconds],
+            "prefill_seconds": [tokens / self._prefill_speed],  # what reading them alone would have taken
             "notes": [[str(note.message) for note in notes]],  # out of memory, an engine started again
         }
 

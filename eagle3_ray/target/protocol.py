@@ -94,6 +94,13 @@ class Target(Protocol):
             TargetDead: the engine is gone.
         """
 
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        """Reads the sequences and gives nothing away: the speed that capturing is compared with.
+
+        Raises:
+            TargetDead: the engine is gone.
+        """
+
     def close(self) -> None:
         """Gives back memory, processes and files. The target cannot be used any more."""
 

@@ -101,6 +101,10 @@ class SGLangTarget:
         """See `Target.capture`. Threads may call it side by side."""
         return self._run(self._capture_all(sequences))
 
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        """See `Target.prefill`; all of them in flight at once, as for `capture`."""
+        self._run(self._prefill_all(sequences))
+
     def logprobs(self, sequence: TokenSequence) -> list[float]:
         """The engine's own log-probability of each token but the first, float [T - 1], at temperature 1."""
         return self._run(self._logprobs(sequence))
@@ -130,6 +134,10 @@ class SGLangTarget:
         if failed:
             raise next((error for error in failed if isinstance(error, TargetDead)), failed[0])
         return [states for states in found if isinstance(states, States)]
+
+    async def _prefill_all(self, sequences: Sequence[TokenSequence]) -> None:
+        async with transport.open_session(None, self._timeout_s) as session:
+            await asyncio.gather(*(self._generate(session, one, {}) for one in sequences))
 
     async def _capture(self, session: aiohttp.ClientSession, sequence: TokenSequence) -> States:
         meta = await self._generate(session, sequence, {"return_hidden_states": True})

@@ -81,6 +81,12 @@ class TransformersTarget:
             states.check(sequence, hidden_size, self._dtype)
         return found
 
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        """See `Target.prefill`; the same batches as those of `capture`."""
+        for batch in self._batches(sequences):
+            self._read(batch)
+            self._inputs.clear()
+
     def close(self) -> None:
         """Frees the model's memory."""
         for hook in self._hooks:
@@ -116,17 +122,23 @@ class TransformersTarget:
             stacklevel=3,
         )
 
-    def _forward(self, batch: Sequence[TokenSequence]) -> list[States]:
+    def _read(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
+        """One forward pass: the final norm's output [T, H] of all sequences side by side."""
         lengths = [len(sequence.ids) for sequence in batch]
         device = self._decoder.get_input_embeddings().weight.device
         ids = torch.from_numpy(np.concatenate([sequence.ids for sequence in batch])).to(device, torch.int64)
         # transformers tells packed sequences by positions that begin again (masking_utils.find_packed_sequence_indices)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        with sequences_of(lengths), torch.no_grad():
+            last: torch.Tensor = self._decoder(
+                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            ).last_hidden_state[0]
+        return last
+
+    def _forward(self, batch: Sequence[TokenSequence]) -> list[States]:
+        lengths = [len(sequence.ids) for sequence in batch]
         try:
-            with sequences_of(lengths), torch.no_grad():
-                last = self._decoder(
-                    input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-                ).last_hidden_state[0]
+            last = self._read(batch)
             aux = [self._inputs[layer][0].to(last.device) for layer in self.layers]
         finally:
             self._inputs.clear()

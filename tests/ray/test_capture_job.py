@@ -74,6 +74,8 @@ def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
     assert summary["tokens"] == sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in sequences)
     assert summary["bytes_per_token"] == 16 * HIDDEN + 4
     assert summary["on_policy_difference"]["max"] < 1e-3
+    assert summary["prefill_share"] > 0
+    assert "of bare prefill)" in result.stderr
     assert_states_are_the_models(run, model, 60)
     written = [file.stat().st_mtime_ns for file in shard_files(run)]
     again = cluster.run(*words(run, model), job="capture")

@@ -64,6 +64,21 @@ def test_a_sliding_window_is_left_to_the_models_own_attention(tmp_path: Path) ->
     agree(folder, target.capture(asked), asked)
 
 
+def test_prefill_reads_the_same_batches_as_capture_and_keeps_nothing(target: TransformersTarget) -> None:
+    asked = sequences([20, 30, 40, 50])
+    read: list[list[int]] = []
+    hook = target._decoder.register_forward_pre_hook(
+        lambda _model, _args, inputs: read.append(inputs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    target.capture(asked)
+    captured, read[:] = list(read), []
+    target.prefill(asked)
+    hook.remove()
+    assert read == captured
+    assert [token for batch in read for token in batch] == [token for sequence in asked for token in sequence.ids.tolist()]
+    assert target._inputs == {}
+
+
 def test_a_sequence_does_not_keep_the_rest_of_its_batch_in_memory(target: TransformersTarget) -> None:
     for states in target.capture(sequences([20, 30])):
         assert states.aux_hidden.untyped_storage().nbytes() == states.aux_hidden.nbytes

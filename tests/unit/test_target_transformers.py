@@ -75,7 +75,7 @@ def test_prefill_reads_the_same_batches_as_capture_and_keeps_nothing(target: Tra
     target.prefill(asked)
     hook.remove()
     assert read == captured
-    assert [token for batch in read for token in batch] == [token for sequence in asked for token in sequence.ids.tolist()]
+    assert [token for batch in read for token in batch] == [i for sequence in asked for i in sequence.ids.tolist()]
     assert target._inputs == {}
 
 

@@ -24,7 +24,7 @@ from ray.data.datasource import ReadTask
 
 from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER
 from eagle3_ray.ledger import STAGE, Ledger
-from eagle3_ray.plan import damaged_units
+from eagle3_ray.plan import UNIT_SCHEMA, damaged_units
 from eagle3_ray.runs import RunDir, RunError, WriterLock
 
 _ROWS_PER_FILE = 1024
@@ -67,14 +67,22 @@ class _ReadGroups:
     committed: Any
 
     def __call__(self) -> Iterator[pa.Table]:
-        try:
-            with pq.ParquetFile(self.file, page_checksum_verification=True) as file:
-                units = file.read_row_groups(self.groups)
-        except (OSError, pa.ArrowException) as error:
-            raise damaged_units(self.file, error) from None
+        units = read_groups(self.file, self.groups)
         done = np.isin(units["unit"].to_numpy(), ray.get(self.committed))
         if not done.all():
             yield units.filter(pa.array(~done))
+
+
+def read_groups(file: str, groups: list[int]) -> pa.Table:
+    """Row groups of a file of the plan. Raises RunError: it is not as it was written."""
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            units = opened.read_row_groups(groups)
+    except (OSError, pa.ArrowException) as error:
+        raise damaged_units(file, str(error)) from None
+    if not units.schema.equals(UNIT_SCHEMA):
+        raise damaged_units(file, f"its columns are {', '.join(units.schema.names)}")
+    return units
 
 
 class UnitsSource(Datasource):  # type: ignore[misc]
@@ -97,7 +105,7 @@ class UnitsSource(Datasource):  # type: ignore[misc]
             try:
                 about = pq.read_metadata(file)
             except (OSError, pa.ArrowException) as error:
-                raise damaged_units(file, error) from None
+                raise damaged_units(file, str(error)) from None
             for first in range(0, about.num_row_groups, self._groups_per_block):
                 groups = list(range(first, min(first + self._groups_per_block, about.num_row_groups)))
                 rows = sum(about.row_group(group).num_rows for group in groups)

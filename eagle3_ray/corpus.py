@@ -218,7 +218,7 @@ def _write(folder: Path, ledger: Ledger, key: str) -> None:
 
     try:
         tokens, wrong = _write_sequences(duckdb, folder, ledger.files(SEQUENCES))
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowException, UnicodeDecodeError) as error:
         raise ledger.damage(f"A file in {ledger.rows / SEQUENCES}", error) from None
     index_sha = hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest()
     about = {"key": key, "tokens": tokens, "damaged": wrong, "index_sha256": index_sha}

@@ -40,6 +40,21 @@ _PART_SCHEMA = pa.schema(
         ("reason", pa.string()),
     ]
 )
+UNIT_SCHEMA = pa.schema(
+    [
+        ("unit", pa.int64()),
+        ("partition", pa.string()),
+        ("prompt_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("file", pa.string()),
+        ("line", pa.int64()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("conversation", pa.string()),
+        ("turns", pa.int32()),
+        ("reason", pa.string()),
+    ]
+)
+"""A row of the plan's units: a prompt and a sample, all turns; or a bad row with its reason."""
 _ROWS_PER_FILE = 8192
 _BLOCK_BYTES = 8 << 20  # of raw rows that one task renders
 ROWS_PER_GROUP = 64
@@ -312,9 +327,9 @@ def load(folder: Path) -> tuple[Plan, str] | None:
     return Plan(folder, partitions, TargetTokens(**about["tokens"])), about["key"]
 
 
-def damaged_units(file: str | Path, error: Exception) -> RunError:
-    """What to say, and to do, about a file of units that cannot be read."""
-    return RunError(f"{file} is damaged ({str(error).splitlines()[0]}). {_remedy(Path(file).parent.parent)}")
+def damaged_units(file: str | Path, what: str) -> RunError:
+    """What to say, and to do, about a file of units that is not as it was written."""
+    return RunError(f"{file} is damaged ({what.splitlines()[0]}). {_remedy(Path(file).parent.parent)}")
 
 
 def _remedy(folder: Path) -> str:

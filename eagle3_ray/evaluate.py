@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -157,13 +159,14 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
     started = time.monotonic()
     work = _prepare(settings)
     engines: dict[str, Any] = {}
+    clock = _Clock(time.monotonic() - started)
     warnings: list[str] = []
     stopped_by = None
     try:
-        plain = _measure_plain(work)
+        plain = _measure_plain(work, clock)
         engines[PLAIN] = {"speed": plain.speed, "engine": asdict(plain.info), **_shape(plain.answers)}
         for drafter in settings.drafters:
-            engines[drafter], found = _measure_drafter(work, drafter, plain)
+            engines[drafter], found = _measure_drafter(work, drafter, plain, clock)
             warnings += [f"{drafter}: {warning}" for warning in found]
             _say(table(engines))
     except (EngineFailed, ServerFailed, ray.exceptions.RayError) as error:
@@ -183,10 +186,35 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "best_drafter": best,
         "acceptance_length": engines[best]["acceptance"]["all"]["acceptance_length"] if best else None,
         "wall_s": round(time.monotonic() - started, 1),
+        "start_up_s": round(clock.start_up_s, 1),
+        "busy_s": round(clock.busy_s, 1),
         "settings": _told(settings),
         "target": work.target.fingerprint(),
         "engines": engines,
     }
+
+
+@dataclass
+class _Clock:
+    """Seconds until engines answer, and seconds in which they do."""
+
+    start_up_s: float
+    busy_s: float = 0.0
+
+    @contextmanager
+    def engine(self, serving: Serving, drafter: str) -> Iterator[str]:
+        """The engine of `serving`, its start taken down."""
+        started = time.monotonic()
+        with serving.engine(drafter) as url:
+            self.start_up_s += time.monotonic() - started
+            yield url
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Takes down how long the engine answers."""
+        started = time.monotonic()
+        yield
+        self.busy_s += time.monotonic() - started
 
 
 @dataclass(frozen=True)
@@ -247,27 +275,29 @@ def _key(settings: EvaluateSettings) -> str:
     return digest.hexdigest()[:16]
 
 
-def _measure_plain(work: _Work) -> _Plain:
-    with work.serving.engine(PLAIN) as url:
+def _measure_plain(work: _Work, clock: _Clock) -> _Plain:
+    with clock.engine(work.serving, PLAIN) as url:
         info = engine_info(url, work.settings.api_key)
         if info.algorithm is not None:
             raise EngineFailed(f"{url} was named as the engine without a drafter, but it runs {info.algorithm}.")
         _say(f"plain engine: {len(work.questions)} questions")
-        answers = answer_conversations(
-            url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
-        )
-        return _Plain(info, answers, _speed(work, url, answers))
+        with clock.busy():
+            answers = answer_conversations(
+                url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
+            )
+            return _Plain(info, answers, _speed(work, url, answers))
 
 
-def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str, Any], list[str]]:
+def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) -> tuple[dict[str, Any], list[str]]:
     """The drafter's results, and warnings about them."""
     settings = work.settings
     _say(f"{drafter}: {len(plain.answers.served)} prompts")
-    with work.serving.engine(drafter) as url:
+    with clock.engine(work.serving, drafter) as url:
         info = engine_info(url, settings.api_key)
         prompts = [one.prompt for one in plain.answers.served]
-        answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
-        speed = _speed(work, url, answers)
+        with clock.busy():
+            answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
+            speed = _speed(work, url, answers)
         lossless = None
         if settings.temperature == 0:
             lossless = compare(plain.answers.served, answers.served, url, settings.api_key)

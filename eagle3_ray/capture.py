@@ -294,25 +294,24 @@ class Progress:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._started: float | None = None
+        self.started: float | None = None
         self._said = 0.0
         self.shards = self.tokens = self.bytes = self.set_aside = 0
-        self.seconds = 0.0
-        self._busy = self._prefill = 0.0
+        self.seconds = self.busy_s = self._prefill_s = 0.0
 
     def add(self, shard: dict[str, Any]) -> None:
         """Adds a shard that is committed."""
         now = time.monotonic()
-        self._started = self._started or now - shard["seconds"]
+        self.started = self.started or now - shard["seconds"]
+        self.busy_s += shard["seconds"]
         self.shards += 1
         self.tokens += shard["tokens"]
         self.bytes += shard["bytes"]
         self.set_aside += shard["set_aside"]
-        self._busy += shard["seconds"]
-        self._prefill += shard["prefill_seconds"]
+        self._prefill_s += shard["prefill_seconds"]
         for note in shard["notes"]:
             print(note, file=sys.stderr)
-        self.seconds = now - self._started
+        self.seconds = now - self.started
         if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
             self._said = now
             left = (self._plan.missing_tokens - self.tokens) / max(self.tokens_per_second, 1e-9)
@@ -326,7 +325,7 @@ class Progress:
     @property
     def prefill_share(self) -> float:
         """The speed of capturing, its checks and writing included, over that of the target's prefill alone."""
-        return self._prefill / self._busy if self._busy else 0.0
+        return self._prefill_s / self.busy_s if self.busy_s else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -369,6 +368,8 @@ def _summarise(
         "on_policy_difference": quantiles,
         "quarantined_by_reason": reasons,
         "wall_s": round(time.monotonic() - started, 1),
+        "start_up_s": None if progress.started is None else round(progress.started - started, 1),
+        "busy_s": round(progress.busy_s / max(1, min(capture.targets, progress.shards)), 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "warnings": warnings,

@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -156,14 +157,16 @@ def evaluate(settings: EvaluateSettings, kept: Kept | None = None) -> dict[str, 
     work = _prepare(settings)
     kept = kept or Kept(None)
     engines: dict[str, Any] = {}
+    clock = _Clock(time.monotonic() - started)
     warnings: list[str] = []
     stopped_by = None
     try:
-        measured = kept.get("plain engine", _key(settings, ()), partial(_measure_plain, work))
+        measured = kept.get("plain engine", _key(settings, ()), partial(_measure_plain, work, clock))
         plain = _Plain(answers_of(measured["answers"]), measured["speed"])
         engines[PLAIN] = {"speed": plain.speed, "engine": measured["engine"], **_shape(plain.answers)}
         for drafter in settings.drafters:
-            measured = kept.get(drafter, _key(settings, (drafter,)), partial(_measure_drafter, work, drafter, plain))
+            measure_it = partial(_measure_drafter, work, drafter, plain, clock)
+            measured = kept.get(drafter, _key(settings, (drafter,)), measure_it)
             engines[drafter] = measured["result"]
             warnings += [f"{drafter}: {warning}" for warning in measured["warnings"]]
             _say(table(engines))
@@ -184,10 +187,35 @@ def evaluate(settings: EvaluateSettings, kept: Kept | None = None) -> dict[str, 
         "best_drafter": best,
         "acceptance_length": engines[best]["acceptance"]["all"]["acceptance_length"] if best else None,
         "wall_s": round(time.monotonic() - started, 1),
+        "start_up_s": round(clock.start_up_s, 1),
+        "busy_s": round(clock.busy_s, 1),
         "settings": _told(settings),
         "target": work.target.fingerprint(),
         "engines": engines,
     }
+
+
+@dataclass
+class _Clock:
+    """Seconds until engines answer, and seconds in which they do."""
+
+    start_up_s: float
+    busy_s: float = 0.0
+
+    @contextmanager
+    def engine(self, serving: Serving, drafter: str) -> Iterator[str]:
+        """The engine of `serving`, its start taken down."""
+        started = time.monotonic()
+        with serving.engine(drafter) as url:
+            self.start_up_s += time.monotonic() - started
+            yield url
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Takes down how long the engine answers."""
+        started = time.monotonic()
+        yield
+        self.busy_s += time.monotonic() - started
 
 
 @dataclass(frozen=True)
@@ -261,27 +289,30 @@ def _key(settings: EvaluateSettings, drafters: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _measure_plain(work: _Work) -> dict[str, Any]:
-    with work.serving.engine(PLAIN) as url:
+def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
+    with clock.engine(work.serving, PLAIN) as url:
         info = engine_info(url, work.settings.api_key)
         if info.algorithm is not None:
             raise EngineFailed(f"{url} was named as the engine without a drafter, but it runs {info.algorithm}.")
         _say(f"plain engine: {len(work.questions)} questions")
-        answers = answer_conversations(
-            url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
-        )
-        return {"engine": asdict(info), "speed": _speed(work, url, answers), "answers": answers_as_json(answers)}
+        with clock.busy():
+            answers = answer_conversations(
+                url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
+            )
+            speed = _speed(work, url, answers)
+        return {"engine": asdict(info), "speed": speed, "answers": answers_as_json(answers)}
 
 
-def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> dict[str, Any]:
+def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) -> dict[str, Any]:
     """The drafter's `result`, and `warnings` about it."""
     settings = work.settings
     _say(f"{drafter}: {len(plain.answers.served)} prompts")
-    with work.serving.engine(drafter) as url:
+    with clock.engine(work.serving, drafter) as url:
         info = engine_info(url, settings.api_key)
         prompts = [one.prompt for one in plain.answers.served]
-        answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
-        speed = _speed(work, url, answers)
+        with clock.busy():
+            answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
+            speed = _speed(work, url, answers)
         lossless = None
         if settings.temperature == 0:
             lossless = compare(plain.answers.served, answers.served, url, settings.api_key)

@@ -308,6 +308,7 @@ def _summarise(
     run_dir: RunDir, config: Config, the_plan: Plan, view: telemetry.View, stopped_by: str | None, wall_s: float
 ) -> dict[str, Any]:
     """Counts the data itself and says whether the run is complete."""
+    begun = time.time() - wall_s
     counting = ray.remote(Ledger.count).options(num_cpus=LIGHT)
     counts = ray.get(counting.remote(Ledger(run_dir), sorted(config.audit.boundary_ids)))
     failed = the_plan.expected - counts["rows"] - counts["rejected"]
@@ -330,6 +331,8 @@ def _summarise(
         "tokens_per_second": round(view.tokens_per_second, 1),
         "servers_best_tokens_per_second": round(view.best_tokens_per_second, 1),
         "wall_s": round(wall_s, 1),
+        "start_up_s": None if view.first_request is None else round(view.first_request - begun, 1),
+        "busy_s": round(view.generating_s, 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "last_failure": view.last_failure,

@@ -319,7 +319,10 @@ def _summarise(
         dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
     newest = checkpoints.latest(folder / "checkpoints", settings.plan)
-    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in trained)
+    wall_s = time.monotonic() - started
+    begun = time.time() - wall_s
+    ours = [line for line in trained if line["time"] > begun]  # of this job, not of one that it goes on from
+    seconds = sum(map(_seconds, trained))
     tokens = sum(line["tokens"] for line in trained)
     return {
         "stage": STAGE,
@@ -334,11 +337,18 @@ def _summarise(
         "wait_share": round(sum(line["wait_share"] for line in trained) / len(trained), 4) if trained else None,
         "drafter_dir": drafter_dir,
         "launch": launch,
-        "wall_s": round(time.monotonic() - started, 1),
+        "wall_s": round(wall_s, 1),
+        "start_up_s": round(ours[0]["time"] - _seconds(ours[0]) - begun, 1) if ours else None,
+        "busy_s": round(sum(_seconds(line) * (1 - line["wait_share"]) for line in ours), 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "warnings": [],
     }
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    """How long the step of a line of the log took."""
+    return float(line["tokens"] / line["tokens_per_second"])
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from eagle3_ray import corpus
 from eagle3_ray.runs import RunDir
 from eagle3_ray.states_cache import StatesCache
-from tests.jobs import Jobs
+from tests.jobs import Jobs, assert_times_add_up
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
@@ -70,6 +70,7 @@ def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
     result = cluster.run(*words(run, model), job="capture")
     assert result.code == 0, result.stderr
     summary = result.summary
+    assert_times_add_up(summary)
     assert (summary["expected"], summary["rows"], summary["quarantined"], summary["missing"]) == (60, 60, 0, 0)
     assert summary["tokens"] == sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in sequences)
     assert summary["bytes_per_token"] == 16 * HIDDEN + 4

@@ -1,7 +1,9 @@
 """The evaluate stage against stand-in servers: what it reports, and what it keeps when an engine fails."""
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from eagle3_ray import evaluate as stage
 from eagle3_ray.acceptance import engine
 from eagle3_ray.acceptance.kept import Kept
+from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.evaluate import EvaluateSettings, dry_run, evaluate, run, settings_of
 from eagle3_ray.prompts import PromptSourceError
@@ -82,6 +85,21 @@ def test_a_drafter_is_measured_beside_none_on_the_same_prompts(settings: Evaluat
     assert summary["settings"]["max_new_tokens"] == 11
     assert "api_key" not in summary["settings"]
     assert json.dumps(summary), "all of it is JSON"
+
+
+def test_the_start_of_an_engine_counts_as_start_up(settings: EvaluateSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Serving.engine
+
+    @contextmanager
+    def slow(serving: Serving, drafter: str) -> Iterator[str]:
+        time.sleep(0.3)
+        with real(serving, drafter) as url:
+            yield url
+
+    monkeypatch.setattr(Serving, "engine", slow)
+    summary = evaluate(settings)
+    assert 0.6 <= summary["start_up_s"] < summary["wall_s"]
+    assert 0 < summary["busy_s"] <= summary["wall_s"] - summary["start_up_s"] + 0.1
 
 
 def test_another_answer_than_the_plain_engines_is_a_warning(

@@ -16,6 +16,8 @@ from eagle3_ray.audit import AuditRules, Evidence
 from eagle3_ray.cluster import beside_the_driver
 
 _WINDOW_S = 30.0
+_SILENT_S = 10.0
+"""An actor that has reported nothing for so long is lost; what it did counts, what it had in flight does not."""
 
 
 @dataclass
@@ -94,6 +96,7 @@ class Telemetry:
     def __init__(self, rules: AuditRules) -> None:
         self._rules = rules
         self._reports: dict[str, Report] = {}
+        self._heard: dict[str, float] = {}
         self._stop_reason: str | None = None
         self._speeds: deque[tuple[float, float]] = deque()
         self._totals: deque[tuple[float, int]] = deque()
@@ -107,6 +110,7 @@ class Telemetry:
 
     def report(self, writer: str, report: Report) -> str | None:
         self._reports[writer] = report
+        self._heard[writer] = time.monotonic()
         self._follow_best(self.view())
         if self._stop_reason is None:
             self._stop_reason = self._finding()
@@ -124,7 +128,9 @@ class Telemetry:
             stop_reason=self._stop_reason,
             events=list(self._events),
         )
-        for report in self._reports.values():
+        now = time.monotonic()
+        for writer, report in self._reports.items():
+            lost = now - self._heard[writer] > _SILENT_S
             for name, counts in report.partitions.items():
                 total = view.partitions.setdefault(name, PartitionCounts())
                 for key, value in vars(counts).items():
@@ -134,7 +140,7 @@ class Telemetry:
                 view.endpoints[url] = EndpointState(
                     **{
                         **vars(state),
-                        "in_flight": known.in_flight + state.in_flight,
+                        "in_flight": known.in_flight + (0 if lost else state.in_flight),
                         "answers": known.answers + state.answers,
                         "output_tokens": known.output_tokens + state.output_tokens,
                         "retries": known.retries + state.retries,

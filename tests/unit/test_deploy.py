@@ -66,7 +66,7 @@ def test_a_ray_job_starts_a_job_that_exists_with_a_configuration_that_loads(name
     assert config.generate.endpoints == []
     [workers] = ray_job(name)["rayClusterSpec"]["workerGroupSpecs"]
     gpus = 8 * workers["replicas"]
-    assert config.generate.servers * config.generate.gpus_per_server == gpus
+    assert (config.generate.servers, config.generate.gpus_per_server) == ("auto", 8)
     train = config.train.workers * config.train.gpus_per_worker
     if name == "pipeline":
         assert config.capture.targets * config.capture.gpus_per_target + train == gpus

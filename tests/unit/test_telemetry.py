@@ -77,6 +77,16 @@ def test_what_actors_did_at_a_server_adds_up_and_what_the_server_says_counts_onc
     assert view.answers == 30 + 2
 
 
+def test_what_an_actor_had_in_flight_is_forgotten_when_it_is_lost_and_its_answers_are_not(clock: Clock) -> None:
+    telemetry = Telemetry(RULES)
+    telemetry.report("lost", Report({}, {}, {URL: EndpointState(in_flight=3, answers=10)}))
+    clock.now += 9
+    telemetry.report("lives", Report({}, {}, {URL: EndpointState(in_flight=4, answers=20)}))
+    assert telemetry.view().endpoints[URL] == EndpointState(in_flight=7, answers=30)
+    clock.now += 2
+    assert telemetry.view().endpoints[URL] == EndpointState(in_flight=4, answers=30)
+
+
 def test_a_view_does_not_change_what_was_reported() -> None:
     telemetry = Telemetry(RULES)
     report = _report(tokens=5)
@@ -230,6 +240,11 @@ def test_a_line_before_the_first_answer_knows_no_time_and_a_server_that_is_down_
     assert "0 tokens mean" in line
     assert "ETA unknown" in line
     assert line.endswith(f"DOWN: {URL}")
+
+
+def test_a_server_that_was_withdrawn_is_not_told_as_down(clock: Clock) -> None:
+    endpoints = {URL: EndpointState(healthy=False, withdrawn=True), OTHER: EndpointState(healthy=False)}
+    assert Progress(None, {"B1": 5}, {}).line(View(endpoints=endpoints)).endswith(f"| DOWN: {OTHER}")
 
 
 def test_rows_that_a_repeated_task_counted_twice_do_not_overshoot(clock: Clock) -> None:

@@ -280,6 +280,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(finding) for finding in error.errors())) from None
+    except ValueError as error:  # a whole number of thousands of digits where a text belongs
+        raise ConfigError(f"A value cannot be used: {error}.") from None
 
 
 def _read(source: str) -> dict[str, Any]:

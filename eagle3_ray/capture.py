@@ -8,6 +8,7 @@ Training that takes its states from a stream (train.feed) needs none of this.
 """
 
 import hashlib
+import logging
 import shlex
 import shutil
 import sys
@@ -22,7 +23,7 @@ import pyarrow.dataset as ds
 import ray
 from ray.data import ActorPoolStrategy
 
-from eagle3_ray import cluster, corpus
+from eagle3_ray import cluster, corpus, run_log
 from eagle3_ray.capturer import CaptureSettings, ShardCapturer
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
@@ -34,9 +35,11 @@ from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
 from eagle3_ray.target.on_policy import OnPolicyLimits
+from eagle3_ray.target.protocol import BatchHalved, TargetReplaced
 
 STAGE = "capture"
 _SAY_EVERY_S = 5.0
+_EVENTS = {BatchHalved.__name__: "batch halved", TargetReplaced.__name__: "target replaced"}
 
 
 @carried_out(STAGE)
@@ -308,8 +311,13 @@ class Progress:
         self.tokens += shard["tokens"]
         self.bytes += shard["bytes"]
         self.set_aside += shard["set_aside"]
+        for reason in shard["reasons"]:
+            sequence_id, _, why = reason.partition(" ")
+            run_log.event("sequence set aside", logging.WARNING, sequence_id=sequence_id, reason=why)
         for note in shard["notes"]:
-            print(note, file=sys.stderr)
+            kind, _, text = note.partition(" ")
+            run_log.event(_EVENTS.get(kind, "warning"), logging.WARNING, text=text)
+            print(text, file=sys.stderr)
         self.seconds = now - self._started
         if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
             self._said = now

@@ -8,6 +8,7 @@ Training that takes its states from a stream (train.feed) needs none of this.
 """
 
 import hashlib
+import logging
 import shutil
 import sys
 import time
@@ -21,7 +22,7 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy
 
-from eagle3_ray import cluster, corpus
+from eagle3_ray import cluster, corpus, run_log
 from eagle3_ray.capturer import CaptureSettings, ShardCapturer, read_scores
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
@@ -33,9 +34,11 @@ from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
 from eagle3_ray.target.on_policy import OnPolicyLimits
+from eagle3_ray.target.protocol import BatchHalved, TargetReplaced
 
 STAGE = "capture"
 _SAY_EVERY_S = 5.0
+_EVENTS = {BatchHalved.__name__: "batch halved", TargetReplaced.__name__: "target replaced"}
 
 
 @carried_out(STAGE)
@@ -309,8 +312,13 @@ class Progress:
         self.bytes += shard["bytes"]
         self.set_aside += shard["set_aside"]
         self._prefill_s += shard["prefill_seconds"]
+        for reason in shard["reasons"]:
+            sequence_id, _, why = reason.partition(" ")
+            run_log.event("sequence set aside", logging.WARNING, sequence_id=sequence_id, reason=why)
         for note in shard["notes"]:
-            print(note, file=sys.stderr)
+            kind, _, text = note.partition(" ")
+            run_log.event(_EVENTS.get(kind, "warning"), logging.WARNING, text=text)
+            print(text, file=sys.stderr)
         self.seconds = now - self.started
         if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
             self._said = now

@@ -24,7 +24,7 @@ from eagle3_ray.runs import RunError, WriterLock
 from eagle3_ray.states_cache import DamagedShard, ShardWriter, encode
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, second_route, self_check
-from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TokenSequence
+from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TargetReplaced, TokenSequence
 
 _PROBES = 2
 _SCORES_TOGETHER = 256
@@ -168,7 +168,7 @@ class Capturer:
             try:
                 return self._target.capture(sequences)
             except TargetDead as death:
-                warnings.warn(f"The target is started again: {death}", stacklevel=2)
+                warnings.warn(f"The target is started again: {death}", TargetReplaced, stacklevel=2)
                 self._target.close()
                 self._target = self._proved()
         raise TargetDead(
@@ -272,7 +272,8 @@ class ShardCapturer:
             "bytes": [size],
             "seconds": [seconds],
             "prefill_seconds": [tokens / self._prefill_speed],  # what reading them alone would have taken
-            "notes": [[str(note.message) for note in notes]],  # out of memory, an engine started again
+            "reasons": [[f"{score['sequence_id']} {score['reason']}" for score in scores if score["reason"]]],
+            "notes": [[f"{note.category.__name__} {note.message}" for note in notes]],
         }
 
     def _score(self, captured: Captured) -> dict[str, Any]:

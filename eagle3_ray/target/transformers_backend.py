@@ -15,7 +15,7 @@ import torch
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.model import load_model
 from eagle3_ray.target.packed_attention import PACKED, NotPlainAttention, register, sequences_of
-from eagle3_ray.target.protocol import CaptureError, States, TokenSequence
+from eagle3_ray.target.protocol import BatchHalved, CaptureError, States, TokenSequence
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PACKING_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -119,6 +119,7 @@ class TransformersTarget:
         warnings.warn(
             f"Out of GPU memory with {tokens} tokens in a forward pass: going on with {self.batch_tokens} "
             "(capture.batch_tokens).",
+            BatchHalved,
             stacklevel=3,
         )
 

@@ -111,6 +111,7 @@ class Crew:
             if not isinstance(cause, ServerFailed):
                 _say(f"{member.url or 'a server that was starting'} is lost with its actor or its node")
                 self._members.remove(member)
+                ray.kill(member.actor)
                 return
             member.failed_starts += 1
             if member.failed_starts == _MOST_STARTS or not self._stood:

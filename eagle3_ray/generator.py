@@ -227,6 +227,8 @@ class Generator:
     async def _send_report(self) -> str | None:
         """Tells the telemetry all that is known here; returns its reason to stop, if there is one."""
         self._report.endpoints = {url: EndpointState(healthy=False) for url in self._out}
+        for url in self._out:
+            self._metrics.endpoint(url, in_flight=0, healthy=False, budget=0, retries={})
         for url, endpoint in self._fleet.endpoints.items():
             self._report.endpoints[url] = EndpointState(
                 endpoint.healthy,

@@ -20,7 +20,12 @@ def test_a_number_of_servers_stands_wherever_there_is_room() -> None:
 
 
 def test_auto_takes_all_gpus_of_the_nodes_that_live() -> None:
-    nodes = [node("head", CPU=16), node("a", CPU=64, GPU=8), node("b", CPU=64, GPU=7), node("c", alive=False, GPU=8)]
+    nodes = [
+        node("head", CPU=16),
+        node("a", CPU=64, GPU=8),
+        node("b", CPU=64, GPU=7),
+        node("c", alive=False, CPU=64, GPU=8),
+    ]
     assert +places("auto", 8, nodes) == Counter({"a": 1})
     assert +places("auto", 4, nodes) == Counter({"a": 2, "b": 1})
     assert +places("auto", 1, nodes) == Counter({"a": 8, "b": 7})

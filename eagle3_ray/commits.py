@@ -24,7 +24,8 @@ from ray.data.datasource import ReadTask
 
 from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER
 from eagle3_ray.ledger import STAGE, Ledger
-from eagle3_ray.plan import UNIT_SCHEMA, damaged_units
+from eagle3_ray.plan import damaged_units
+from eagle3_ray.plan_units import UNIT_SCHEMA
 from eagle3_ray.runs import RunDir, RunError, WriterLock
 
 _ROWS_PER_FILE = 1024

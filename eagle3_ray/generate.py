@@ -24,6 +24,7 @@ from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
+from eagle3_ray.plan_units import ROWS_PER_GROUP
 from eagle3_ray.prompts import find
 from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
@@ -289,8 +290,8 @@ def _pool(
     runnable = sum(min(fact.max_running, fact.capacity_tokens / request) for fact in facts)
     in_flight = min(max_in_flight, runnable * most / len(facts))
     actors = max(1, min(round(in_flight / _REQUESTS_PER_ACTOR), int((cpus - 2 * LIGHT) / LIGHT)))
-    groups = max(1, min(round(in_flight / actors / 2 / plan.ROWS_PER_GROUP), 8))
-    blocks = math.ceil(3 * in_flight / (actors * groups * plan.ROWS_PER_GROUP))
+    groups = max(1, min(round(in_flight / actors / 2 / ROWS_PER_GROUP), 8))
+    blocks = math.ceil(3 * in_flight / (actors * groups * ROWS_PER_GROUP))
     return Pool(actors, max(4, blocks), groups)
 
 

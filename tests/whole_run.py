@@ -17,6 +17,7 @@ from eagle3_ray.drafter.export import export
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.journal import Journal
 from eagle3_ray.plan import PartitionPlan, Plan, PlanSettings, Render, TargetTokens
+from eagle3_ray.plan_units import choose
 from eagle3_ray.runs import RunDir, WriterLock, write_json
 from tests.runs import make_run
 from tests.tiny_target import VOCAB_SIZE
@@ -70,7 +71,7 @@ def _plan(whole: WholeRun, folder: Path) -> None:
     ]
     (folder / "parts").mkdir(parents=True)
     pq.write_table(Render(whole.settings)(pa.Table.from_pylist(raw)), folder / "parts" / "0.parquet")
-    counts = plan._select(folder, whole.settings, [])
+    counts = choose(folder, [], **whole.settings.choice())
     tokens = TargetTokens([0, 1, 2, 3, 4], "text", [7, 8], [9])
     plan.save(folder, Plan(folder, [PartitionPlan(**count) for count in counts], tokens), whole.settings.key())
 

@@ -1,6 +1,6 @@
 """The plan: which prompts, in which order, how many rows. Held against a selection in plain Python.
 
-Parts are written by the same `Render` that Ray runs; `_select` is the task that Ray runs behind it.
+Parts are written by the same `Render` that Ray runs; `choose` is the task that Ray runs behind it.
 """
 
 import hashlib
@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from eagle3_ray import plan
-from eagle3_ray.plan import PartitionPlan, Plan, PlanSettings, Render, TargetTokens, _read_source, _select, later_turns
+from eagle3_ray import plan, plan_units
+from eagle3_ray.plan import PartitionPlan, Plan, PlanSettings, Render, TargetTokens, _read_source, later_turns
+from eagle3_ray.plan_units import choose
 from eagle3_ray.prompts import PromptSourceError, Source, find
 from eagle3_ray.records import SEQUENCE_SCHEMA
 from eagle3_ray.runs import RunError
@@ -72,7 +73,7 @@ def _make(folder: Path, files: Rows, settings: PlanSettings | None = None, rows_
         rendered = render(pa.Table.from_pylist(raw, schema=schema))
         pq.write_table(rendered, folder / "parts" / f"{number}.parquet")
     answered = sorted(map(str, (rows_folder or folder / "rows").glob("*/*.parquet")))
-    counts = _select(folder, settings, answered)
+    counts = choose(folder, answered, **settings.choice())
     units = [unit for path in sorted((folder / "units").iterdir()) for unit in pq.read_table(path).to_pylist()]
     return Made({count["partition"]: count for count in counts}, units, folder)
 
@@ -278,7 +279,7 @@ def test_partitions_are_mixed_and_samples_of_a_prompt_are_neighbours(tmp_path: P
 
 
 def test_many_units_are_written_as_several_files_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_ROWS_PER_FILE", 2048)  # what DuckDB hands over at once
+    monkeypatch.setattr(plan_units, "_ROWS_PER_FILE", 2048)  # what DuckDB hands over at once
     files: Rows = {"B1/x": [{"id": f"q{n}", "input_ids": [n % VOCAB_SIZE, n // VOCAB_SIZE]} for n in range(5000)]}
     many = _make(tmp_path / "many", files)
     paths = sorted((many.folder / "units").iterdir())

@@ -20,7 +20,7 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from eagle3_ray import capture, checkpoints, cluster, corpus, drafting
+from eagle3_ray import capture, capture_plan, checkpoints, cluster, corpus, drafting
 from eagle3_ray.batches import steps
 from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
@@ -179,7 +179,7 @@ def _check_cache(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
             f"{run_dir.path} has no complete cache of states. Run jobs/capture.py with this run.dir first, or use "
             "train.feed=stream, which needs none."
         )
-    if lacking := capture.Plan.make(run_dir, config.capture, sequences, target).missing:
+    if lacking := capture_plan.Plan.make(run_dir, config.capture, sequences, target).missing:
         raise RunError(
             f"{run_dir.path} lacks {len(lacking)} shards of its cache of states, the first is {lacking[0].name}. Run "
             "jobs/capture.py again: only these are captured."

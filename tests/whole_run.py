@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from eagle3_ray import capture, checkpoints, corpus, plan
+from eagle3_ray import capture_plan, checkpoints, corpus, plan
 from eagle3_ray.capturer import CaptureSettings, ShardCapturer
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.drafter.config import DrafterConfig
@@ -83,7 +83,7 @@ def _capture(whole: WholeRun) -> None:
         capturer = ShardCapturer(
             whole.capture_settings(sequences), str(whole.run.stage("capture")), "bf16", {"of": "test"}, lock.token
         )
-        for shard in capture.shards(sequences, 200):
+        for shard in capture_plan.shards(sequences, 200):
             capturer({"shard": [shard.name], "rows": [shard.rows]})  # type: ignore[dict-item]
     whole.run.succeed("capture", sequences.key)
 

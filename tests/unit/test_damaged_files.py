@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3_ray import capture, checkpoints, corpus, drafting, plan
+from eagle3_ray import capture, capture_plan, checkpoints, corpus, drafting, plan
 from eagle3_ray.capturer import Captured, Capturer
 from eagle3_ray.commits import UnitsSource, committed_units, read_groups
 from eagle3_ray.config import Capture
@@ -130,7 +130,7 @@ def shards_of(whole: WholeRun) -> Any:
     """All of the cache, once it counts as whole."""
     sequences = corpus.make(whole.run)
     settings = Capture(shard_tokens=200)
-    lacking = capture.Plan.make(whole.run, settings, sequences, resolve(str(whole.model), weights=True))
+    lacking = capture_plan.Plan.make(whole.run, settings, sequences, resolve(str(whole.model), weights=True))
     if lacking.missing:
         raise RunError(f"{lacking.damaged[0]} is captured again")
     cache = StatesCache(whole.run.stage("capture") / "shards", HIDDEN, "bf16")

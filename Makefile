@@ -1,13 +1,14 @@
 # make demo   a real SGLang, a real model, a Ray job: prompts to exact token sequences on this machine
 # make test   lint, types and all tests
 # make docs   the guides and the API as pages, in build/site
+# make fuzz   100,000 cases of bytes, words and answers for all that reads (CASES=N: about N)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test unit lint docs clean
+.PHONY: demo test unit lint docs fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m eagle3_ray.demo $(ARGS)
@@ -26,6 +27,11 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
+
+# of 18 tests, each with its share
+CASES ?= 100000
+fuzz: $(VENV)/.installed
+	EAGLE3_FUZZ=$$(( $(CASES) / 18 + 1 )) $(BIN)/python -m pytest tests/fuzz --timeout 0 $(ARGS)
 
 # torch first and pinned: a newer one would pull gigabytes of CUDA libraries onto a laptop
 $(VENV)/.installed: pyproject.toml

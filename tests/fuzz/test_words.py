@@ -20,7 +20,7 @@ _VALUES = st.one_of(
             "!!python/object/apply:os.system [ls]",
             "0x_",
             "0b_",
-            "~nobody/x",
+            "~no-such-user/x",
             "[" * 300,
             *[
                 "{a: &x [*x]}",

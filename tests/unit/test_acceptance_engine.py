@@ -67,6 +67,13 @@ def test_counts_that_contradict_the_answer_are_a_wrong_answer() -> None:
         read_answer(body(12, spec_verify_ct=5), "r", PROMPT, SAMPLING)
 
 
+def test_counts_that_are_no_numbers_are_a_wrong_answer() -> None:
+    with pytest.raises(WrongAnswer, match="num_retractions is 'x', no whole number"):
+        read_answer(body(12, num_retractions="x"), "r", PROMPT, SAMPLING)
+    with pytest.raises(WrongAnswer, match="counters contradict the answer"):
+        read_answer(body(12, spec_verify_ct=5, spec_correct_drafts_histogram=[float("inf")]), "r", PROMPT, SAMPLING)
+
+
 def test_the_checks_of_any_answer_hold_for_drafted_ones_too() -> None:
     with pytest.raises(WrongAnswer, match="finish reason length after 11 of 12 tokens"):
         read_answer(body(11, spec_verify_ct=5, spec_correct_drafts_histogram=[0, 5]), "r", PROMPT, SAMPLING)

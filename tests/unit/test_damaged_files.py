@@ -17,16 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3_ray import capture, capture_plan, checkpoints, corpus, drafting, plan
+from eagle3_ray import capture, capture_plan, checkpoints, corpus, drafting, plan, train
 from eagle3_ray.capturer import Captured, Capturer
 from eagle3_ray.commits import UnitsSource, committed_units, read_groups
-from eagle3_ray.config import Capture
+from eagle3_ray.config import Capture, Config
 from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.drafter.export import validate
 from eagle3_ray.journal import Journal
 from eagle3_ray.ledger import Ledger
-from eagle3_ray.runs import RunDir, RunError, read_json
+from eagle3_ray.runs import RunDir, RunError, read_json, write_json
 from eagle3_ray.states_cache import DamagedShard, StatesCache
 from eagle3_ray.target.files import TargetError, resolve
 from eagle3_ray.target.on_policy import OnPolicyLimits, on_policy
@@ -296,6 +296,30 @@ def test_damage_elsewhere_raises_nothing_but_named_errors(clean: WholeRun, tmp_p
             whole, path = damaged(clean, tmp_path / "damaged", pattern, damage, seed)
             _, error = outcome(read, whole)
             assert error is None or path.name in error or "holds" in error, error
+
+
+@pytest.mark.parametrize("folder", ["shards", "scores"])
+def test_a_cache_that_lacks_a_file_does_not_train(clean: WholeRun, tmp_path: Path, folder: str) -> None:
+    """Its sequences would count as set aside, and nobody would know."""
+    whole, _ = damaged(clean, tmp_path / "copy", "capture/_SUCCESS", _nothing, 0)
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(whole.run.path)},
+            "target": {"model": str(whole.model)},
+            "prompts": {"path": "p"},
+            "capture": {"shard_tokens": 200},
+            "train": {"feed": "cache"},
+        }
+    )
+    sequences, target = corpus.make(whole.run), resolve(str(whole.model), weights=True)
+    manifest = whole.run.manifest()
+    manifest["capture"]["fingerprint"] = capture.fingerprint_of(whole.run, config.capture, sequences, target)
+    write_json(whole.run.path / "manifest.json", manifest)
+    train._check_cache(whole.run, config, sequences, target)
+    lost = sorted((whole.run.stage("capture") / folder).glob("*.parquet"))[1]
+    lost.unlink()
+    with pytest.raises(RunError, match=rf"lacks 1 shards .* {lost.stem}.*jobs/capture\.py again"):
+        train._check_cache(whole.run, config, sequences, target)
 
 
 def test_an_answer_of_the_journal_is_the_one_that_was_written_or_none(clean: WholeRun, tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ def test_a_complete_stage_is_told_by_its_log_and_leaves_no_failure(tmp_path: Pat
     assert RunDir(tmp_path).last_job_failed() is None
 
 
+def test_an_incomplete_stage_names_the_last_row_that_failed(tmp_path: Path) -> None:
+    summary = {**COMPLETE, "status": "incomplete", "last_failure": "math/p7: 6 attempts failed"}
+    stage_that(lambda: summary)(tmp_path)
+    assert last_job(tmp_path)["cause"] == "rows failed, the last is math/p7: 6 attempts failed"
+    assert log(tmp_path)[-1]["event"] == "job incomplete"
+
+
 WRAPPED = RayTaskError("f", "Traceback\n  ...\nKeyError: 'x'", KeyError("x"))
 
 

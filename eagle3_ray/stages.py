@@ -67,8 +67,16 @@ def _watched(stage: str, run: Stage, config: Config, run_dir: RunDir) -> Summary
                 raise cause from None
             raise
         summary = _stopped(stage, run_dir, sentence(error))
-    _end(run_dir, stage, started, summary["status"], summary["stopped_by"])
+    _end(run_dir, stage, started, summary["status"], _cause(summary))
     return summary
+
+
+def _cause(summary: Summary) -> str | None:
+    """Why a stage is not complete: what stopped it, else the last of the rows that it has to try again."""
+    if summary["status"] == "complete":
+        return None
+    last = summary.get("last_failure")
+    return summary["stopped_by"] or (f"rows failed, the last is {last}" if last else "some of its work is left to do")
 
 
 def _stopped(stage: str, run_dir: RunDir, by: str) -> Summary:

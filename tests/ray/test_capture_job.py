@@ -94,7 +94,11 @@ def test_a_sequence_that_the_target_did_not_say_is_set_aside_with_its_reason(
     assert (result.code, result.summary["rows"], result.summary["quarantined"]) == (0, 19, 1), result.stderr
     scores = [row for file in (run / "capture" / "scores").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert len(scores) == 20
-    assert [row["sequence_id"] for row in scores if row["reason"]] == [changed[4]["sequence_id"]]
+    [(named, reason)] = [(row["sequence_id"], row["reason"]) for row in scores if row["reason"]]
+    assert named == changed[4]["sequence_id"]
+    log = [json.loads(line) for line in (run / "logs" / "capture.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in log] == ["job started", "sequence set aside", "job complete"]
+    assert (log[1]["sequence_id"], log[1]["reason"], log[1]["level"]) == (named, reason, "WARNING")
 
 
 def _with_answer_of(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,12 @@ def test_training_lowers_the_loss_and_leaves_a_drafter_that_engines_load(
     assert set(drafter) == set(initial)
     assert not drafter["fc.weight"].equal(initial["fc.weight"])
     assert "--speculative-algorithm EAGLE3" in result.summary["launch"]
+    log = [json.loads(line) for line in (run / "logs" / "train.jsonl").read_text().splitlines()]
+    events = [(line["event"], line.get("step")) for line in log]
+    total = result.summary["expected"]
+    due = sorted({*range(3, total, 3), *range(10, total, 10), total})  # checkpoint_every, validate_every, the end
+    written = [("checkpoint written", step) for step in due]
+    assert events == [("job started", None), ("training started", 0), *written, ("job complete", None)]
 
 
 def test_every_supervised_token_of_an_epoch_is_trained_on_once(

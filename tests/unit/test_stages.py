@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,13 @@ def test_a_complete_stage_is_told_by_its_log_and_leaves_no_failure(tmp_path: Pat
     assert int(before) <= written <= time.time()
     assert (last_job(tmp_path)["status"], last_job(tmp_path)["cause"]) == ("complete", None)
     assert RunDir(tmp_path).last_job_failed() is None
+
+
+def test_an_incomplete_stage_names_the_last_row_that_failed(tmp_path: Path) -> None:
+    summary = {**COMPLETE, "status": "incomplete", "last_failure": "math/p7: 6 attempts failed"}
+    stage_that(lambda: summary)(tmp_path)
+    assert last_job(tmp_path)["cause"] == "rows failed, the last is math/p7: 6 attempts failed"
+    assert log(tmp_path)[-1]["event"] == "job incomplete"
 
 
 WRAPPED = RayTaskError("f", "Traceback\n  ...\nKeyError: 'x'", KeyError("x"))
@@ -158,3 +166,17 @@ def test_events_go_to_the_log_of_the_stage_that_runs_and_else_nowhere(tmp_path: 
     run_log.event("row rejected", sequence_id="c")
     [line] = log(tmp_path, "generate")
     assert (line["event"], line["sequence_id"], line["where"]) == ("row rejected", "b", str(tmp_path))
+
+
+def test_the_table_of_events_is_complete() -> None:
+    """Against the events that the code names: what stands in quotes behind `event(` and `_note(`, and in `_EVENTS`."""
+    repository = Path(__file__).resolve().parents[2]
+    source = "".join(path.read_text() for path in sorted((repository / "eagle3_ray").rglob("*.py")))
+    calls = re.findall(r'(?:run_log\.event|self\._note)\("([a-z ]+)"(?: if [^"]*"([a-z ]+)")?', source)
+    named = {name for call in calls for name in call if name}
+    kept = {name for table in re.findall(r"_EVENTS = \{(.*?)\}", source) for name in re.findall(r': "(.*?)"', table)}
+    rows = [line.split("|")[1] for line in (repository / "docs" / "logs.md").read_text().splitlines() if "|" in line]
+    documented = {name for row in rows for name in re.findall(r"`([a-z ]+)`", row)}
+    statuses = {f"job {status}" for status in ("stopped", "incomplete", "damaged", "refused", "failed")}
+    assert len(named | kept) > 10
+    assert named | kept | statuses | {"warning"} == documented  # a warning of another kind than those of _EVENTS

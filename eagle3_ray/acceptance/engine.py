@@ -6,6 +6,7 @@ absent where an answer needed no verify step, and on a server that has no drafte
 """
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from eagle3_ray.sglang.protocol import Refused, Sampling, Transient, Unauthorize
 from eagle3_ray.sglang.transport import get, open_session, post
 
 _ATTEMPTS = 4
+_SAY_EVERY_S = 10.0
 _WAIT_S = 2.0  # before the second attempt; doubles
 
 
@@ -146,13 +148,24 @@ async def _measure(
         async with free:
             return await _ask(session, url, prompt, sampling)
 
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(_SAY_EVERY_S)
+            done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+            speed = sum(len(one.output_ids) for one in done) / (time.perf_counter() - started)
+            print(f"  {len(done)}/{len(tasks)} answers, {speed:.0f} tokens/s", file=sys.stderr, flush=True)
+
     async with open_session(api_key, timeout_s=3600) as session:
         started = time.perf_counter()
+        tasks: list[asyncio.Task[Served]] = []
+        telling = asyncio.get_running_loop().create_task(tell())
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(session, prompt)) for prompt in prompts]
+                tasks += [group.create_task(one(session, prompt)) for prompt in prompts]
         except* EngineFailed as failures:
             raise failures.exceptions[0] from None
+        finally:
+            telling.cancel()
         wall_s = time.perf_counter() - started
     return Measured(tuple(task.result() for task in tasks), concurrency, wall_s)
 

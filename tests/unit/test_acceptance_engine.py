@@ -89,6 +89,18 @@ def test_all_prompts_are_answered_in_order_and_never_more_at_once_than_asked(ser
     assert measured.tokens_per_second == pytest.approx(72 / measured.wall_s)
 
 
+def test_a_long_measurement_says_how_far_it_is(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "_SAY_EVERY_S", 0.02)
+    server.set(base_latency_s=0.1)
+    measure(server.url, PROMPTS[:2], SAMPLING, 1)
+    server.set(base_latency_s=0.0)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "  0/2 answers, 0 tokens/s"
+    assert said[-1].startswith("  1/2 answers, ")
+
+
 def test_a_lost_connection_is_tried_again_and_a_broken_server_is_an_error(server: FakeServer) -> None:
     server.set(faults={"reset": [0, 1]})
     assert len(measure(server.url, PROMPTS[:1], SAMPLING, 1).served) == 1

@@ -466,7 +466,7 @@ KINDS = (
         "checkpoints",
         "a step number changed",
         "passed over for the one before",
-        "unit/test_damaged_files.py::test_a_damaged_checkpoint_is_passed_over_and_never_taken_for_another_step",
+        "unit/test_checkpoints.py::test_a_checkpoint_that_says_other_things_than_were_written_is_passed_over",
     ),
     Kind(
         "checkpoints",

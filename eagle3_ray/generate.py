@@ -49,7 +49,9 @@ def run(config: Config) -> dict[str, Any]:
     with WriterLock(run_dir) as lock:
         settings = _plan_settings(config, target)
         _check_ours(run_dir, _fingerprint(config, target))
-        if run_dir.succeeded_with(STAGE, settings.key()) and (summary := run_dir.summary(STAGE)) is not None:
+        planned = plan.load(run_dir.stage(STAGE) / "plan") is not None  # training reads the plan, too
+        done = planned and run_dir.succeeded_with(STAGE, settings.key())
+        if done and (summary := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
         Ledger(run_dir).check()

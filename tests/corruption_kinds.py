@@ -321,7 +321,7 @@ KINDS = (
     Kind(
         "generate",
         "the record of committed units",
-        "RunError with the file",
+        "RunError with the file; a changed number asks for its row again, and the count of the rows finds it twice",
         "unit/test_damaged_files.py::test_damage_elsewhere_raises_nothing_but_named_errors",
     ),
     Kind(
@@ -339,37 +339,37 @@ KINDS = (
     Kind(
         "generate",
         "manifest.json, a summary, or a mark of success",
-        "RunError with the file",
+        "RunError with the file; a changed fingerprint is a FingerprintMismatch",
         "unit/test_damaged_files.py::test_damage_elsewhere_raises_nothing_but_named_errors",
     ),
     Kind(
         "plan",
         "plan.json: any value changed",
-        "RunError; the plan is made again",
+        "RunError: delete the plan, it is made again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
         "plan",
         "a file of units: flipped bits, cut, a column renamed",
-        "RunError; the plan is made again",
+        "RunError: delete the plan, it is made again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
         "corpus",
         "ids.bin",
-        "RunError with the sequence; made again from the rows",
+        "RunError with the sequence: delete the corpus, it is made again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
         "corpus",
         "logprobs.bin, also NaN where a value was recorded",
-        "RunError with the sequence; made again from the rows",
+        "RunError with the sequence: delete the corpus, it is made again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
         "corpus",
         "index.parquet: another boundary, length or partition",
-        "RunError; made again from the rows",
+        "RunError: delete the corpus, it is made again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
@@ -429,13 +429,13 @@ KINDS = (
     Kind(
         "cache",
         "a shard: flipped bits, cut, blocks blank or misplaced",
-        "DamagedShard; captured again",
+        "DamagedShard with the file: remove it, it is captured again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
         "cache",
         "a shard that forgets or misnames a sequence",
-        "DamagedShard; captured again",
+        "DamagedShard; the next capture job makes it again",
         "unit/test_states_cache.py::test_a_shard_that_misnames_its_sequences_is_damaged",
     ),
     Kind(
@@ -453,7 +453,7 @@ KINDS = (
     Kind(
         "cache",
         "scores of a shard damaged or deleted",
-        "DamagedShard; captured again",
+        "the shard counts as missing; the next capture job makes it again",
         "unit/test_damaged_files.py::test_a_damaged_file_is_named_or_reads_as_it_was_written",
     ),
     Kind(
@@ -466,7 +466,7 @@ KINDS = (
         "checkpoints",
         "a step number changed",
         "passed over for the one before",
-        "unit/test_damaged_files.py::test_a_damaged_checkpoint_is_passed_over_and_never_taken_for_another_step",
+        "unit/test_checkpoints.py::test_a_checkpoint_that_says_other_things_than_were_written_is_passed_over",
     ),
     Kind(
         "checkpoints",
@@ -531,7 +531,7 @@ KINDS = (
     Kind(
         "target",
         "config.json or weights damaged",
-        "TargetError with the file",
+        "TargetError with the file; other values are another hash (RunError), or found by capture",
         "unit/test_damaged_files.py::test_damage_elsewhere_raises_nothing_but_named_errors",
     ),
     Kind(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eagle3_ray.drafter.checkpoints import plain_name, read_config, read_tensors
+from eagle3_ray.drafter.checkpoints import CheckpointError, plain_name, read_config, read_tensors
 from eagle3_ray.drafter.config import LLAMA, MLA
 from eagle3_ray.target.layers import text_config
 
@@ -48,20 +48,24 @@ def inspect_folder(folder: Path, target_config: Mapping[str, Any]) -> list[Findi
         target_config: the target's config.json (a multimodal one with its text_config inside).
 
     Raises:
-        CheckpointError: no drafter folder at all: no config.json, no readable tensors.
+        CheckpointError: no drafter folder at all: no config.json, no readable tensors, text where numbers belong.
     """
     config = read_config(folder)
     tensors = {plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
     target = text_config(dict(target_config))
-    return [
-        *_architecture(config),
-        *_sizes(config, target),
-        *_tensors(config, tensors),
-        *_vocabulary_map(config, tensors, int(target["vocab_size"])),
-        *_layers(config, target),
-        *_rope(config, target),
-        *_fc_norm(config, tensors),
-    ]
+    try:
+        return [
+            *_architecture(config),
+            *_sizes(config, target),
+            *_tensors(config, tensors),
+            *_vocabulary_map(config, tensors, int(target["vocab_size"])),
+            *_layers(config, target),
+            *_rope(config, target),
+            *_fc_norm(config, tensors),
+        ]
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = f"{folder} holds a field or tensor of a kind that no drafter has: {type(error).__name__} {error}."
+        raise CheckpointError(said) from None
 
 
 def _architecture(config: Mapping[str, Any]) -> list[Finding]:

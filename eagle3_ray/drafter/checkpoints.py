@@ -46,8 +46,10 @@ def load_drafter(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafte
     """
     config = DrafterConfig.from_json(read_config(folder), target_config)
     shapes = _shapes(config)
-    tensors = {plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_NOT_OURS)}
+    read = {name: tensor for name, tensor in read_tensors(folder).items() if not name.endswith(_NOT_OURS)}
+    tensors = {plain_name(name): tensor for name, tensor in read.items()}
+    if len(tensors) != len(read):
+        raise CheckpointError(f"{folder} holds a tensor under two names: {', '.join(sorted(read))}.")
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
     if "d2t" in tensors and "t2d" not in tensors:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from eagle3_ray import checkpoints, plan
+from eagle3_ray.acceptance.folder import inspect_folder
 from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.journal import Journal
@@ -109,6 +110,8 @@ def test_any_config_of_a_drafter_is_used_or_named(whole_run: WholeRun, tmp_path:
     shutil.copy(source / "model.safetensors", folder)
     with suppress(*NAMED):
         load_drafter(folder, whole_run.target_config)
+    with suppress(*NAMED):
+        inspect_folder(folder, whole_run.target_config)
 
 
 @given(data=st.data())
@@ -125,6 +128,8 @@ def test_any_tensors_of_a_drafter_are_used_or_named(whole_run: WholeRun, tmp_pat
     torch.save(tensors, folder / "pytorch_model.bin")
     with suppress(*NAMED):
         load_drafter(folder, whole_run.target_config)
+    with suppress(*NAMED):
+        inspect_folder(folder, whole_run.target_config)
 
 
 @given(data=st.data())

@@ -140,12 +140,15 @@ def test_every_published_layout_warm_starts(tmp_path: Path, prefix: str, layer: 
         (lambda t: t.update({"midlayer.extra": torch.ones(2)}), r"midlayer.extra \[2\] is unknown"),
         (lambda t: t.update({"fc.weight": torch.ones(16, 47)}), r"fc.weight is \[16, 47\], not \[16, 48\]"),
         (lambda t: t.update({"t2d": ~t["t2d"]}), "d2t and t2d name different tokens"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(16)}), "holds a tensor under two names"),
+        (lambda t: t.update({"d2t": t["d2t"].float()}), "d2t is torch.float32"),
+        (lambda t: t.update({"d2t": torch.full_like(t["d2t"], 2**62)}), "target ids must rise within"),
         (
             lambda t: t.update({"norm.weight": torch.full((16,), torch.nan)}),
             "norm.weight holds values that are not finite",
         ),
     ],
-    ids=["missing", "unknown", "shape", "map", "nan"],
+    ids=["missing", "unknown", "shape", "map", "twice", "map of fractions", "map that overflows", "nan"],
 )
 def test_a_folder_that_would_serve_badly_is_refused_by_tensor(tmp_path: Path, damage: Any, message: str) -> None:
     export(drafter_of(LLAMA_TARGET), tmp_path / "drafter", LLAMA_TARGET)
@@ -172,6 +175,31 @@ def test_a_config_that_lost_a_field_is_refused(tmp_path: Path, change: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(CheckpointError, match=message):
         validate(tmp_path / "drafter", LLAMA_TARGET, drafter.config)
+
+
+def test_weights_that_changed_after_the_export_are_refused_even_where_every_shape_fits(tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    export(drafter_of(LLAMA_TARGET), folder, LLAMA_TARGET)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="its tensors are not those that were exported"):
+        load_drafter(folder, LLAMA_TARGET)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"])
+def test_a_size_that_no_memory_holds_is_refused_before_anything_is_allocated(tmp_path: Path, field: str) -> None:
+    folder = tmp_path / "drafter"
+    export(drafter_of(LLAMA_TARGET), folder, LLAMA_TARGET)
+    config = json.loads((folder / "config.json").read_text())
+    for size, said in (
+        (10**12, f"{field} {10**12} must be"),
+        (1 << 22, "does not fit its config.json"),
+        ("x", "cannot"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {field: size}))
+        with pytest.raises(ValueError, match=said):
+            load_drafter(folder, LLAMA_TARGET)
 
 
 def test_a_failed_export_leaves_the_old_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,11 @@ NO_SPECULATION = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Job:
-    """A command and the time (of `time.time`) of its first useful work; one that only ends has none before that."""
+    """A command, and the time of its first useful work since a time; one that only ends has none before that."""
 
     name: str
     command: list[str]
-    first_work: Callable[[], float | None] = lambda: None
+    first_work: Callable[[float], float | None] = lambda _: None
     codes: tuple[int, ...] = (0,)
 
 
@@ -76,23 +76,16 @@ def jobs(folder: Path, model: Path, rows: list[dict[str, Any]], server: FakeServ
     prompts = write_prompts(folder / "prompts" / "p.jsonl", 20)
     runs = {name: make_tiny_run(folder / name, model, rows) for name in ("capture", "train", "report")}
     log, shards = runs["train"] / "train" / "steps.jsonl", runs["capture"] / "capture" / "shards"
-    seen = len(row_requests(server))
     drafter = folder / "no-drafter"
     engines = f"none={server.url},{drafter}={server.url}"
 
-    def request() -> float | None:
-        """The first one since the last job that sends any."""
-        nonlocal seen
-        found = row_requests(server)
-        if len(found) == seen:
-            return None
-        first, seen = float(found[seen]["start"]), len(found)
-        return first
+    def request(since: float) -> float | None:
+        return next((float(one["start"]) for one in row_requests(server) if one["start"] > since), None)
 
-    def shard() -> float | None:
+    def shard(_: float) -> float | None:
         return min((path.stat().st_mtime for path in shards.glob("*.parquet")), default=None)
 
-    def step() -> float | None:
+    def step(_: float) -> float | None:
         return next((float(line["time"]) for line in read_log(log)), None)
 
     def captured(name: str) -> list[str]:
@@ -131,7 +124,7 @@ def start(job: Job, environment: dict[str, str]) -> tuple[float, float]:
         while first is None and process.poll() is None and time.time() < began + LIMIT_S:
             peak = max(peak, _peak_megabytes(process.pid))
             time.sleep(0.02)
-            first = job.first_work()
+            first = job.first_work(began)
         if first is None and process.returncode not in job.codes:
             process.kill()
             log.seek(0)

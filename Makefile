@@ -1,12 +1,16 @@
 # make demo   a real SGLang, a real model, a Ray job: prompts to exact token sequences on this machine
 # make test   lint, types and all tests
+# make docs   the guides and the API as pages, in build/site
+# make fuzz   100,000 cases of bytes, words and answers for all that reads (CASES=N: about N)
+# make bench  every benchmark, one after the other, and one table (ARGS="transport start_up": only those)
+# make audit  known vulnerabilities of all that is installed here; asks PyPI
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test unit lint clean
+.PHONY: demo test unit lint docs fuzz bench audit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m eagle3_ray.demo $(ARGS)
@@ -21,6 +25,25 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+# of 18 tests, each with its share
+CASES ?= 100000
+fuzz: $(VENV)/.installed
+	EAGLE3_FUZZ=$$(( $(CASES) / 18 + 1 )) $(BIN)/python -m pytest tests/fuzz --timeout 0 $(ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
+
+audit: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	@mkdir -p build
+	@$(BIN)/pip freeze --exclude-editable > build/installed.txt
+	@$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/installed.txt || { \
+	    echo "make audit: vulnerabilities stand above, or PyPI's advisories cannot be had from here, and nothing is known"; exit 1; }
 
 # torch first and pinned: a newer one would pull gigabytes of CUDA libraries onto a laptop
 $(VENV)/.installed: pyproject.toml

@@ -8,36 +8,38 @@ Training that takes its states from a stream (train.feed) needs none of this.
 """
 
 import hashlib
-import shlex
-import shutil
+import logging
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.dataset as ds
+import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy
 
-from eagle3_ray import cluster, corpus
-from eagle3_ray.capturer import CaptureSettings, ShardCapturer
+from eagle3_ray import cluster, corpus, run_log
+from eagle3_ray.capture_plan import STAGE as STAGE
+from eagle3_ray.capture_plan import Plan, Shard
+from eagle3_ray.capturer import CaptureSettings, ShardCapturer, read_scores
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.ledger import STAGE as GENERATE
-from eagle3_ray.runs import RunDir, RunError, WriterLock
-from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, sweep
+from eagle3_ray.runs import RunDir, RunError, WriterLock, command
+from eagle3_ray.stages import carried_out
+from eagle3_ray.states_cache import about, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
-from eagle3_ray.target.layers import resolve_layers, text_config
+from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.on_policy import OnPolicyLimits
+from eagle3_ray.target.protocol import BatchHalved, TargetReplaced
 
-STAGE = "capture"
 _SAY_EVERY_S = 5.0
+_EVENTS = {BatchHalved.__name__: "batch halved", TargetReplaced.__name__: "target replaced"}
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 
@@ -61,7 +63,7 @@ def run(config: Config) -> dict[str, Any]:
         plan.check_room()
         cluster.connect()
         cluster.require(need(config.capture))
-        run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
         sweep(run_dir.stage(STAGE) / "shards")
         progress = Progress(plan)
         stopped_by = None
@@ -88,108 +90,6 @@ def dry_run(config: Config) -> str:
     return plan.text()
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file of the cache: its name tells which sequences it holds."""
-
-    name: str
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What there is to capture, what that takes, and what is there already."""
-
-    shards: list[Shard]
-    missing: list[Shard]
-    damaged: list[Path]
-    sequences: int
-    tokens: int
-    missing_tokens: int
-    bytes_per_token: int
-    free_bytes: int
-    storage: str
-    known_speed: float | None  # tokens per second of an earlier job of this run
-
-    @staticmethod
-    def make(run_dir: RunDir, capture: Capture, sequences: Corpus, target: TargetFiles) -> "Plan":
-        """Cuts the corpus into shards and looks which of them are there."""
-        folder = run_dir.stage(STAGE) / "shards"
-        planned = shards(sequences, capture.shard_tokens)
-        missing, broken = [], []
-        for shard in planned:
-            path = folder / f"{shard.name}.parquet"
-            try:
-                if not path.exists():
-                    missing.append(shard)
-                else:
-                    about(path)
-            except DamagedShard as damage:
-                broken.append(damage.path)
-                missing.append(shard)
-        place = next(path for path in (folder, *folder.parents) if path.exists())
-        return Plan(
-            shards=planned,
-            missing=missing,
-            damaged=broken,
-            sequences=len(sequences),
-            tokens=int(sequences.tokens.sum()),
-            missing_tokens=sum(int(sequences.tokens[list(shard.rows)].sum()) for shard in missing),
-            bytes_per_token=bytes_per_token(int(text_config(target.config)["hidden_size"]), capture.storage),
-            free_bytes=shutil.disk_usage(place).free,
-            storage=capture.storage,
-            known_speed=(run_dir.summary(STAGE) or {}).get("tokens_per_second") or None,
-        )
-
-    def text(self) -> str:
-        """For people: size, room, time, and what to do where it does not fit."""
-        need = self.missing_tokens * self.bytes_per_token
-        time_needed = (
-            f"about {self.missing_tokens / self.known_speed / 60:.0f} min at {self.known_speed:,.0f} tokens/s as before"
-            if self.known_speed
-            else "time is told after the first shard"
-        )
-        lines = [
-            f"capture: {self.sequences:,} sequences, {self.tokens:,} tokens in {len(self.shards):,} shards, "
-            f"{len(self.shards) - len(self.missing):,} of them there",
-            f"  disk: {self.bytes_per_token:,} bytes a token ({self.storage}) = {need / 1e9:,.1f} GB to write, "
-            f"{self.free_bytes / 1e9:,.1f} GB free; {time_needed}",
-        ]
-        lines += [f"  {path} is damaged and is captured again" for path in self.damaged]
-        if need > self.free_bytes:
-            lines.append("  this does not fit: use train.feed=stream, which writes nothing")
-        return "\n".join(lines)
-
-    def say(self) -> None:
-        print(self.text(), file=sys.stderr)
-
-    def check_room(self) -> None:
-        """Raises ConfigError where the disk cannot hold the states."""
-        need = self.missing_tokens * self.bytes_per_token
-        if need > 0.97 * self.free_bytes:
-            smaller = "" if self.storage == "fp8" else ", capture.storage=fp8"
-            raise ConfigError(
-                f"the states take {need / 1e9:,.1f} GB and {self.free_bytes / 1e9:,.1f} GB are free in run.dir. Use "
-                f"train.feed=stream, which writes nothing{smaller}, or another run.dir."
-            )
-
-
-def shards(sequences: Corpus, shard_tokens: int) -> list[Shard]:
-    """The corpus in its order, cut where a shard has its tokens. A longer sequence is a shard by itself."""
-    ends = np.cumsum(sequences.tokens)
-    found, first, base = [], 0, 0
-    while first < len(ends):
-        last = max(first + 1, int(np.searchsorted(ends, base + shard_tokens, side="right")))
-        found.append(_shard(sequences, range(first, last)))
-        base, first = int(ends[last - 1]), last
-    return found
-
-
-def _shard(sequences: Corpus, rows: Sequence[int]) -> Shard:
-    digest = hashlib.sha256(" ".join(sequences.token_sha(row) for row in rows).encode()).hexdigest()[:8]
-    return Shard(f"{rows[0]:010}-{digest}", tuple(rows))
-
-
 def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> CaptureSettings:
     """What a capturing actor needs, from the configuration and from the engine that generated."""
     capture = config.capture
@@ -209,8 +109,9 @@ def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: Targ
         batch_tokens=capture.batch_tokens,
         temperature=config.generate.temperature,
         endpoints=tuple(capture.endpoints),
-        server_args=tuple(capture.server_args),
+        server_args=(*config.target.server_args, *capture.server_args),
         launch=config.target.launch,
+        trust_remote_code=config.target.trust_remote_code,
         limits=_limits(run_dir),
     )
 
@@ -291,32 +192,43 @@ class Progress:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._started: float | None = None
+        self.started: float | None = None
         self._said = 0.0
         self.shards = self.tokens = self.bytes = self.set_aside = 0
-        self.seconds = 0.0
-        self._first_end = 0.0
+        self.seconds = self.busy_s = self._prefill_s = 0.0
 
     def add(self, shard: dict[str, Any]) -> None:
         """Adds a shard that is committed."""
         now = time.monotonic()
-        self._started = self._started or now - shard["seconds"]
+        self.started = self.started or now - shard["seconds"]
+        self.busy_s += shard["seconds"]
         self.shards += 1
         self.tokens += shard["tokens"]
         self.bytes += shard["bytes"]
         self.set_aside += shard["set_aside"]
+        self._prefill_s += shard["prefill_seconds"]
+        for reason in shard["reasons"]:
+            sequence_id, _, why = reason.partition(" ")
+            run_log.event("sequence set aside", logging.WARNING, sequence_id=sequence_id, reason=why)
         for note in shard["notes"]:
-            print(note, file=sys.stderr)
-        self.seconds = now - self._started
+            kind, _, text = note.partition(" ")
+            run_log.event(_EVENTS.get(kind, "warning"), logging.WARNING, text=text)
+            print(text, file=sys.stderr)
+        self.seconds = now - self.started
         if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
             self._said = now
             left = (self._plan.missing_tokens - self.tokens) / max(self.tokens_per_second, 1e-9)
             print(
                 f"{time.strftime('%H:%M:%S')} shards {self.shards}/{len(self._plan.missing)} | "
-                f"{self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s | {self.bytes / 1e9:.2f} GB | "
-                f"set aside {self.set_aside} | ETA {left / 60:.0f} min",
+                f"{self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s ({self.prefill_share:.0%} of bare "
+                f"prefill) | {self.bytes / 1e9:.2f} GB | set aside {self.set_aside} | ETA {left / 60:.0f} min",
                 file=sys.stderr,
             )
+
+    @property
+    def prefill_share(self) -> float:
+        """The speed of capturing, its checks and writing included, over that of the target's prefill alone."""
+        return self._prefill_s / self.busy_s if self.busy_s else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -353,11 +265,14 @@ def _summarise(
         "missing": len(sequences) - seen,
         "tokens": plan.tokens - plan.missing_tokens,
         "tokens_per_second": round(progress.tokens_per_second, 1),
+        "prefill_share": round(progress.prefill_share, 3),
         "bytes_per_token": plan.bytes_per_token,
         "bytes": sum((folder / "shards" / f"{shard.name}.parquet").stat().st_size for shard in there),
         "on_policy_difference": quantiles,
         "quarantined_by_reason": reasons,
         "wall_s": round(time.monotonic() - started, 1),
+        "start_up_s": None if progress.started is None else round(progress.started - started, 1),
+        "busy_s": round(progress.busy_s / max(1, min(capture.targets, progress.shards)), 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "warnings": warnings,
@@ -366,10 +281,10 @@ def _summarise(
 
 def _scores(folder: Path, there: list[Shard]) -> tuple[dict[str, int], dict[str, float]]:
     """Reasons for setting aside, and the median and upper quantiles of the difference to the recorded answers."""
-    files = [str(folder / f"{shard.name}.parquet") for shard in there]
+    files = [folder / f"{shard.name}.parquet" for shard in there]
     if not files:
         return {}, {}
-    table = ds.dataset(files).to_table(columns=["reason", "mean_difference"])
+    table = pa.concat_tables(map(read_scores, files))
     reasons: dict[str, int] = {}
     for reason in table["reason"].drop_null().to_pylist():
         kind = reason.partition(":")[0]

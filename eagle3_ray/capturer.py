@@ -4,7 +4,6 @@ Before the first sequence the target has to reproduce what the engine said of se
 every sequence is held against its recorded log-probabilities. What does not fit comes out with its reason.
 """
 
-import shlex
 import time
 import warnings
 from collections import deque
@@ -22,10 +21,10 @@ import torch
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.metrics import CaptureMetrics
 from eagle3_ray.runs import RunError, WriterLock
-from eagle3_ray.states_cache import ShardWriter, encode
+from eagle3_ray.states_cache import DamagedShard, ShardWriter, encode
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, second_route, self_check
-from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TokenSequence
+from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TargetReplaced, TokenSequence
 
 _PROBES = 2
 _SCORES_TOGETHER = 256
@@ -64,6 +63,7 @@ class CaptureSettings:
     endpoints: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
     launch: str = "python -m sglang.launch_server"
+    trust_remote_code: bool = False
     limits: OnPolicyLimits = field(default_factory=OnPolicyLimits)
 
 
@@ -119,11 +119,19 @@ class Capturer:
         if (reason := self._settings.limits.reason_for_all(self._scores)) is not None:
             raise CaptureError(reason)
         tokens = sum(len(captured.states) for captured in found)
-        self._metrics.captured(len(found), tokens, time.monotonic() - started)
+        size = sum(captured.states.nbytes for captured in found)
+        self._metrics.captured(len(found), tokens, size, time.monotonic() - started)
         for captured in found:
             if captured.reason is not None:
                 self._metrics.set_aside()
         return found
+
+    def prefill_speed(self, rows: Sequence[int]) -> float:
+        """Tokens/s of the target when it reads these sequences and gives nothing away. Raises TargetDead."""
+        sequences = [self._sequence(row) for row in rows]
+        started = time.monotonic()
+        self._target.prefill(sequences)
+        return sum(len(sequence.ids) for sequence in sequences) / (time.monotonic() - started)
 
     def _proved(self) -> Target:
         """The target, once it has reproduced what the engine said of some sequences."""
@@ -152,7 +160,7 @@ class Capturer:
         if size > _LARGEST_LOADED_TWICE:
             return None
         dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-        return second_route(settings.target, settings.layers, sequence, dtype)
+        return second_route(settings.target, settings.layers, sequence, dtype, settings.trust_remote_code)
 
     def _states(self, sequences: list[TokenSequence]) -> list[States]:
         """Captures; an engine that died is replaced, and only what it had in hand is done again."""
@@ -160,7 +168,7 @@ class Capturer:
             try:
                 return self._target.capture(sequences)
             except TargetDead as death:
-                warnings.warn(f"The target is started again: {death}", stacklevel=2)
+                warnings.warn(f"The target is started again: {death}", TargetReplaced, stacklevel=2)
                 self._target.close()
                 self._target = self._proved()
         raise TargetDead(
@@ -198,15 +206,15 @@ def _open(settings: CaptureSettings, number: int) -> Target:
             "float32" if settings.dtype == "float32" else "bfloat16",
             device=None if settings.gpus else "cpu",
             batch_tokens=settings.batch_tokens,
+            trust_remote_code=settings.trust_remote_code,
         )
     from eagle3_ray.target.sglang_backend import SGLangTarget
 
     if settings.endpoints:
         return SGLangTarget.connect(settings.endpoints[number], settings.target, settings.layers, settings.dtype)
-    if settings.gpus == 0:
-        return SGLangTarget.start_on_cpu(settings.target, settings.layers, settings.dtype, settings.server_args)
-    command = [*shlex.split(settings.launch), "--tp-size", str(settings.gpus), *settings.server_args]
-    return SGLangTarget.start(command, settings.target, settings.layers, settings.dtype)
+    return SGLangTarget.start(
+        settings.target, settings.layers, settings.dtype, settings.server_args, settings.gpus, settings.launch
+    )
 
 
 def _probes(corpus: Corpus) -> list[int]:
@@ -227,6 +235,7 @@ class ShardCapturer:
         self._storage = storage
         self._about = about
         self._token = token
+        self._prefill_speed: float | None = None  # measured behind the first shard, when the target is warm
 
     def __call__(self, batch: dict[str, npt.NDArray[Any]]) -> dict[str, list[Any]]:
         """Captures one shard; a batch holds its `shard` and `rows`. Answers with what was stored."""
@@ -251,14 +260,20 @@ class ShardCapturer:
         except BaseException:
             writer.discard()
             raise
+        seconds = time.monotonic() - started
+        if self._prefill_speed is None:
+            self._prefill_speed = self._capturer.prefill_speed(next(self._capturer.packs(rows)))
+        tokens = sum(int(self._corpus.tokens[row]) for row in rows)
         set_aside = sum(score["reason"] is not None for score in scores)
         return {
             "sequences": [len(rows) - set_aside],
             "set_aside": [set_aside],
-            "tokens": [sum(int(self._corpus.tokens[row]) for row in rows)],
+            "tokens": [tokens],
             "bytes": [size],
-            "seconds": [time.monotonic() - started],
-            "notes": [[str(note.message) for note in notes]],  # out of memory, an engine started again
+            "seconds": [seconds],
+            "prefill_seconds": [tokens / self._prefill_speed],  # what reading them alone would have taken
+            "reasons": [[f"{score['sequence_id']} {score['reason']}" for score in scores if score["reason"]]],
+            "notes": [[f"{note.category.__name__} {note.message}" for note in notes]],
         }
 
     def _score(self, captured: Captured) -> dict[str, Any]:
@@ -297,4 +312,16 @@ class StreamCapturer:
 
 def _write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path)
+    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path, write_page_checksum=True)
+
+
+def read_scores(path: Path) -> pa.Table:
+    """A shard's scores, a row a sequence: SCORES_SCHEMA.
+
+    Raises:
+        DamagedShard: they are missing or not what was written.
+    """
+    try:
+        return pq.read_table(path, schema=SCORES_SCHEMA, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedShard(path, str(error).splitlines()[0]) from None

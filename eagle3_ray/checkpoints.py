@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from eagle3_ray.runs import RunError
+from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
+
 _STATE, _ABOUT, _BEST = "state.pt", "about.json", "best"
 
 
@@ -31,9 +34,15 @@ class Checkpoint:
     next_step: int
 
     def load(self) -> dict[str, Any]:
-        """The saved state; tensors and plain values only."""
-        state: dict[str, Any] = torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)
-        return state
+        """The saved state; tensors and plain values only.
+
+        Raises:
+            RunError: the file holds something else.
+        """
+        try:
+            return load_plain(self.folder / _STATE)
+        except UnreadableTorchFile as error:
+            raise RunError(f"{error} Remove the folder {self.folder}; training goes on from an earlier one.") from None
 
 
 def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best: bool, keep: int = 2) -> None:
@@ -65,9 +74,9 @@ def latest(folder: Path, plan: str) -> Checkpoint | None:
 
 
 def best(folder: Path, plan: str) -> Checkpoint | None:
-    """The checkpoint that validated best, if it is whole."""
+    """The checkpoint that validated best, if it is whole and one of this folder."""
     name = _best_name(folder)
-    return _read(folder / name, plan) if name else None
+    return next((_read(path, plan) for path in _folders(folder) if path.name == name), None)
 
 
 def sweep(folder: Path) -> None:
@@ -82,10 +91,11 @@ def sweep(folder: Path) -> None:
 def _read(path: Path, plan: str) -> Checkpoint | None:
     try:
         about = json.loads((path / _ABOUT).read_text())
-        whole = about["plan"] == plan and about["sha256"] == _hash(path / _STATE)
-    except (OSError, ValueError, KeyError):
+        told = about["plan"], about["next_step"], about["sha256"]
+        whole = told == (plan, int(path.name), _hash(path / _STATE))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Checkpoint(path, about["next_step"]) if whole else None
+    return Checkpoint(path, int(path.name)) if whole else None
 
 
 def _folders(folder: Path) -> list[Path]:

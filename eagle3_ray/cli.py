@@ -5,6 +5,7 @@ Exit codes: 0 complete, 1 not complete (the same command goes on), 2 a setup tha
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +13,10 @@ from typing import Any
 import ray
 import yaml
 
-from eagle3_ray.config import Config, ConfigError, keys, load, presets
-from eagle3_ray.prompts import PromptSourceError
-from eagle3_ray.runs import RunError
-from eagle3_ray.sglang.probe import Unfit
-from eagle3_ray.sglang_cpu.processes import ServerFailed
-from eagle3_ray.target.files import TargetError
+from eagle3_ray.config import Config, keys, load, presets
+from eagle3_ray.stages import SETUP_ERRORS, sentence
 
-SETUP_ERRORS = (ConfigError, PromptSourceError, RunError, ServerFailed, TargetError, Unfit)
+_CODES = {"complete": 0, "refused": 2}
 
 
 def main(
@@ -40,25 +37,55 @@ def main(
         "--dry-run", action="store_true", help="print the resolved configuration and the plan, then stop"
     )
     arguments = parser.parse_intermixed_args(argv)
+    if not arguments.dry_run:
+        return carry_out(lambda: run(load(arguments.source, arguments.overrides)))
     try:
         config = load(arguments.source, arguments.overrides)
-        if arguments.dry_run:
-            print(yaml.safe_dump(config.model_dump(), sort_keys=False))
-            print(dry_run(config))
-            return 0
-        summary = run(config)
-        ray.shutdown()  # which prints what it has to say of lost workers, so that the summary is the last line
+        print(yaml.safe_dump(config.model_dump(), sort_keys=False))
+        print(dry_run(config))
     except SETUP_ERRORS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    if summary["stopped_by"]:
+    return 0
+
+
+def carry_out(work: Callable[[], dict[str, Any]]) -> int:
+    """Runs a job and tells how it ended: to people on stderr, to programs on the last line of stdout, by the exit code.
+
+    SIGTERM is an orderly end from here on. An error that nobody foresaw is told as all others and then raised.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        summary = work()
+    except SETUP_ERRORS as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        summary = _without_summary("refused", sentence(error))
+    except (SystemExit, KeyboardInterrupt) as end:
+        summary = _without_summary("stopped", "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C")
+    except (OSError, ray.exceptions.RayError) as error:
+        summary = _without_summary("stopped", sentence(error))
+    except BaseException as error:
+        _tell(_without_summary("failed", sentence(error)))
+        raise
+    return _tell(summary)
+
+
+def _without_summary(status: str, cause: str) -> dict[str, Any]:
+    return {"status": status, "stopped_by": cause, "warnings": []}
+
+
+def _tell(summary: dict[str, Any]) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the job is over, and its line has to come out
+    ray.shutdown()  # which prints what it has to say of lost workers, so that the summary is the last line
+    code = _CODES.get(summary["status"], 1)
+    if summary["stopped_by"] and code == 1:
         print(f"STOPPED: {summary['stopped_by']}", file=sys.stderr)
     for warning in summary["warnings"]:
         print(f"WARNING: {warning}", file=sys.stderr)
-    if summary["status"] != "complete":
+    if code == 1:
         print("Run the same command again to go on from here; what is finished is kept.", file=sys.stderr)
     print(json.dumps(summary), flush=True)
-    return 0 if summary["status"] == "complete" else 1
+    return code
 
 
 def _help() -> str:

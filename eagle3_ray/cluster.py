@@ -24,7 +24,9 @@ def connect() -> None:
         "RAY_BACKEND_LOG_LEVEL", "fatal"
     )  # this process only: Ray 2.60 calls every actor pool an error
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors reach us as exceptions
-    ray.init(os.environ.get("RAY_ADDRESS", "local"), logging_level="warning", log_to_driver=False)
+    address = os.environ.get("RAY_ADDRESS")
+    alone = {} if address else {"include_dashboard": False}  # its processes would take CPU from a local engine
+    ray.init(address or "local", logging_level="warning", log_to_driver=False, **alone)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # behind ray.init, which sets its own
     DataContext.get_current().enable_progress_bars = False
 

@@ -24,6 +24,8 @@ from ray.data.datasource import ReadTask
 
 from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER
 from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.plan import damaged_units
+from eagle3_ray.plan_units import UNIT_SCHEMA
 from eagle3_ray.runs import RunDir, RunError, WriterLock
 
 _ROWS_PER_FILE = 1024
@@ -46,10 +48,15 @@ def read_units(run_dir: RunDir, folder: str, groups_per_block: int) -> Dataset:
 
 
 def committed_units(ledger: Ledger) -> npt.NDArray[np.int64]:
-    """The units whose rows are committed, sorted."""
-    files = [file for file in ledger.checkpoint.glob("*.parquet") if not file.name.endswith(".pending.parquet")]
-    units = [pq.read_table(file, columns=["unit"])["unit"].to_numpy() for file in sorted(files)]
-    return np.unique(np.concatenate(units)) if units else np.array([], np.int64)
+    """The units whose rows are committed, sorted. Raises RunError: a file of them is damaged."""
+    units = [np.array([], np.int64)]
+    for file in sorted(ledger.checkpoint.glob("*.parquet")):
+        if not file.name.endswith(".pending.parquet"):
+            try:
+                units.append(pq.read_table(file, columns=["unit"])["unit"].to_numpy())
+            except (OSError, pa.ArrowException) as error:
+                raise ledger.damage(file, error) from None
+    return np.unique(np.concatenate(units))
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,22 @@ class _ReadGroups:
     committed: Any
 
     def __call__(self) -> Iterator[pa.Table]:
-        units = pq.ParquetFile(self.file).read_row_groups(self.groups)
+        units = read_groups(self.file, self.groups)
         done = np.isin(units["unit"].to_numpy(), ray.get(self.committed))
         if not done.all():
             yield units.filter(pa.array(~done))
+
+
+def read_groups(file: str, groups: list[int]) -> pa.Table:
+    """Row groups of a file of the plan. Raises RunError: it is not as it was written."""
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            units = opened.read_row_groups(groups)
+    except (OSError, pa.ArrowException) as error:
+        raise damaged_units(file, str(error)) from None
+    if not units.schema.equals(UNIT_SCHEMA):
+        raise damaged_units(file, f"its columns are {', '.join(units.schema.names)}")
+    return units
 
 
 class UnitsSource(Datasource):  # type: ignore[misc]
@@ -84,7 +103,10 @@ class UnitsSource(Datasource):  # type: ignore[misc]
         """One task for each block, whatever parallelism Ray would choose."""
         tasks = []
         for file in self._files:
-            about = pq.read_metadata(file)
+            try:
+                about = pq.read_metadata(file)
+            except (OSError, pa.ArrowException) as error:
+                raise damaged_units(file, str(error)) from None
             for first in range(0, about.num_row_groups, self._groups_per_block):
                 groups = list(range(first, min(first + self._groups_per_block, about.num_row_groups)))
                 rows = sum(about.row_group(group).num_rows for group in groups)

@@ -6,6 +6,8 @@ never the configuration.
 
 import datetime
 import difflib
+import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,7 +25,19 @@ def _split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _expanded(value: str) -> Path:
+    if "\0" in value:
+        raise ValueError("holds a null character, which no path can")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # ~somebody
+        raise ValueError("names the home of a user who is not here; give the folder itself") from None
+
+
 _RAY_COPY = "/runtime_resources/working_dir_files/"
+
+_NO_YAML = (yaml.YAMLError, AttributeError, LookupError, RecursionError, ValueError)
+"""What PyYAML raises for text that is no YAML: for `2026-13-45`, `!!int x` and the like Python's own errors."""
 
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
 """A list of strings; `a,b` on the command line means two of them."""
@@ -41,7 +55,7 @@ class Run(Section):
     def _is_a_folder(cls, value: str) -> str:
         if "://" in value:
             raise ValueError("has to be a folder on a file system that every node mounts, not a URL")
-        path = str(Path(value).expanduser().absolute())
+        path = str(_expanded(value).absolute())
         if _RAY_COPY in path:  # ray job submit --working-dir runs the job in a copy that Ray deletes
             raise ValueError("is inside Ray's copy of the working directory, which is deleted; give an absolute path")
         return path
@@ -54,17 +68,22 @@ class Target(Section):
         description="the model path that the servers report, where it is not target.model under another parent folder",
     )
     trust_remote_code: bool = Field(
-        False, description="run the tokenizer code that comes with the model (Kimi needs it)"
+        False,
+        description="run the code that comes with the model, here and in the servers that we start (Kimi needs it)",
     )
-
     launch: str = Field(
         "python -m sglang.launch_server", description="command that starts SGLang on a GPU node, where a job starts one"
     )
 
+    @property
+    def server_args(self) -> list[str]:
+        """What every SGLang server of this target has to be started with."""
+        return ["--trust-remote-code"] if self.trust_remote_code else []
+
     @field_validator("model")
     @classmethod
     def _expand_home(cls, value: str) -> str:
-        return str(Path(value).expanduser()) if value.startswith("~") else value
+        return str(_expanded(value)) if value.startswith("~") else value
 
 
 class Prompts(Section):
@@ -119,6 +138,11 @@ class Generate(Section):
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"'{url}' is not a URL; write http://HOST:PORT")
+            if "@" in url:
+                raise ValueError(
+                    "holds a user or password, which would stand in logs, rows and reports; put a key into the "
+                    "environment and name it in generate.api_key_env"
+                )
         if len(set(urls)) != len(urls):
             raise ValueError("names a server twice; each has to be named once")
         return urls
@@ -256,19 +280,25 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(finding) for finding in error.errors())) from None
+    except ValueError as error:  # a whole number of thousands of digits where a text belongs
+        raise ConfigError(f"A value cannot be used: {error}.") from None
 
 
 def _read(source: str) -> dict[str, Any]:
     path = presets().get(source, Path(source))
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
         raise ConfigError(f"'{source}' is neither a file nor a preset. Presets: {', '.join(presets())}.")
     try:
         tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, *_NO_YAML) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has to hold sections such as 'run:' and 'target:'.")
-    return {name: {} if section is None else section for name, section in tree.items()}  # `generate:` and no more
+    return {str(name): {} if section is None else section for name, section in tree.items()}  # `generate:` and no more
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -283,7 +313,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree = inner
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(f"{key}: '{value}' is not a YAML value: {error}") from None
     tree[name] = value if isinstance(parsed, datetime.date) else parsed  # run.dir=2026-11-30
 
@@ -298,4 +328,14 @@ def _explain(finding: Any) -> str:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
         return f"{key} is not a known key{f'; did you mean {near[0]}?' if near else '. --help lists them.'}"
     message = finding["msg"].removeprefix("Value error, ")
-    return f"{key}={finding['input']!r}: {message[0].lower()}{message[1:]}. --help tells what it means."
+    return f"{key}={_shown(finding['input'])}: {message[0].lower()}{message[1:]}. --help tells what it means."
+
+
+def _shown(value: Any) -> str:
+    """The value as Python writes it, cut where it is large: YAML's aliases can make more of it than memory holds."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 3, 200, 200
+    try:
+        return re.sub(r"://[^/@]*@", "://…@", short.repr(value))  # a password in a URL
+    except ValueError:  # a whole number of thousands of digits
+        return type(value).__name__

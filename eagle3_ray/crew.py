@@ -153,7 +153,9 @@ def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
     def start(place: Place) -> Any:
         where = NodeAffinitySchedulingStrategy(place, soft=False) if place else "DEFAULT"
         actor = ray.remote(ManagedServer).options(scheduling_strategy=where, **options)
-        return actor.remote(model, gpus, config.target.launch, list(generate.server_args), count == "auto")
+        return actor.remote(
+            model, gpus, config.target.launch, [*config.target.server_args, *generate.server_args], count == "auto"
+        )
 
     growth = _GROWTH if count == "auto" else 1
     crew = Crew(generate.endpoints, lambda: places(count, gpus, ray.nodes()), start, growth)

@@ -31,15 +31,17 @@ def describe(run: RunDir) -> str:
         RunError: there is no run at that path.
     """
     manifest = run.manifest()
+    failed = [f"  PROBLEM: {failure}"] if (failure := run.last_job_failed()) else []
+    if STAGE not in manifest and failed:
+        return "\n".join([f"{run.path}", *failed])
     if STAGE not in manifest:
         raise RunError(f"{run.path} holds no run (no manifest.json with a stage). Start one with jobs/generate.py.")
     entry = manifest[STAGE]
     ledger = Ledger(run)
-    if damaged := [file for file in ledger.files() if not _is_whole(file)]:
-        return (
-            f"{run.path}\n  PROBLEM: {damaged[0]} is no whole Parquet file ({len(damaged)} such). Set the stage aside "
-            f"with --quarantine {STAGE} and generate again."
-        )
+    try:
+        ledger.check()
+    except RunError as damage:
+        return "\n".join([f"{run.path}", *failed, f"  PROBLEM: {damage}"])
     known = plan.load(run.stage(STAGE) / "plan")
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
@@ -53,6 +55,7 @@ def describe(run: RunDir) -> str:
     )
     lines = [
         f"{run.path}",
+        *failed,
         f"generate: {state}, {counts['rows']:,} sequences + {counts['rejected']:,} rejected of {expected:,} rows, "
         f"{counts['output_tokens']:,} answer tokens",
         f"  data        {ledger.rows / SEQUENCES}",
@@ -108,7 +111,12 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
             stored = pq.read_schema(file).metadata or {}
             if json.loads(stored.get(b"eagle3_ray.fingerprint", b"{}")) != entry["fingerprint"]:
                 yield f"{file} was made with other settings than the manifest says; move it out of the run"
-            for row in pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist():
+            try:
+                rows = pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist()
+            except (OSError, pa.ArrowException) as error:
+                yield str(ledger.damage(file, error))
+                continue
+            for row in rows:
                 wrong_sha += token_sha(row["prompt_ids"], row["output_ids"]) != row["token_sha"]
     if wrong_sha:
         yield f"{wrong_sha} rows are not the tokens that were generated (token_sha); set the stage aside (--quarantine)"
@@ -141,14 +149,6 @@ def _sample(ledger: Ledger, config: dict[str, Any]) -> Iterator[str]:
     end = answer[max(_SAMPLE_TOKENS, len(answer) - _SAMPLE_TOKENS) :]
     yield f"    -> {renderer.text(answer[:_SAMPLE_TOKENS]) + cut + renderer.text(end)!r}"
     yield f"    {len(row['prompt_ids'])} + {len(answer)} tokens, finish {row['finish_reason']}"
-
-
-def _is_whole(file: str) -> bool:
-    try:
-        pq.read_metadata(file)
-    except (OSError, pa.ArrowInvalid):
-        return False
-    return True
 
 
 def _short(fingerprint: dict[str, Any]) -> str:

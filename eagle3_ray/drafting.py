@@ -11,7 +11,7 @@ import torch
 from eagle3_ray import plan
 from eagle3_ray.checkpoints import Checkpoint
 from eagle3_ray.corpus import Corpus
-from eagle3_ray.drafter.checkpoints import load_drafter, read_config
+from eagle3_ray.drafter.checkpoints import load_drafter, sealed_config
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.export import export, launch_command
 from eagle3_ray.drafter.initialise import initialise, set_aux_scale
@@ -68,7 +68,7 @@ def export_best(
     folder: Path, initial: Path, found: Checkpoint, target: TargetFiles, about: Mapping[str, Any], dtype: torch.dtype
 ) -> str:
     """Writes the checkpoint's drafter as the folder that engines load, and returns the command that serves it."""
-    drafter = Eagle3Drafter(DrafterConfig.from_json(read_config(initial), target.config))
+    drafter = Eagle3Drafter(DrafterConfig.from_json(sealed_config(initial), target.config))
     state = {name.removeprefix("drafter."): tensor for name, tensor in found.load()["model"].items()}
     drafter.load_state_dict(state)
     launch = launch_command(folder, target.name)

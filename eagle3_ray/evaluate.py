@@ -8,24 +8,20 @@ cannot be believed -> a table and a summary. Engines run one after the other, so
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from eagle3_ray import cluster
-from eagle3_ray.acceptance.engine import (
-    EngineFailed,
-    EngineInfo,
-    Measured,
-    answer_conversations,
-    engine_info,
-    measure,
-)
+from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversations, engine_info, measure
+from eagle3_ray.acceptance.kept import Kept, answers_as_json, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
 from eagle3_ray.acceptance.serving import PLAIN, Serving
@@ -37,6 +33,7 @@ from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import SUCCESS, RunDir, WriterLock
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.sglang_cpu.processes import ServerFailed
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
 
 STAGE = "evaluate"
@@ -61,9 +58,11 @@ class EvaluateSettings:
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False
-    api_key: str | None = None
+    server_args: tuple[str, ...] = ()  # more arguments of the engines that are started here
+    api_key: str | None = field(default=None, repr=False)
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage and returns its summary; a run that was evaluated with these drafters and settings is left alone.
 
@@ -73,7 +72,7 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = RunDir(config.run.dir)
     settings = settings_of(config)
     with WriterLock(run_dir):
-        key = _key(settings)
+        key = _key(settings, settings.drafters)
         if run_dir.succeeded_with(STAGE, key) and (known := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
             _say(table(known["engines"]))
@@ -81,9 +80,8 @@ def run(config: Config) -> dict[str, Any]:
         if settings.gpus:
             cluster.connect()
             cluster.require(cluster.Need("engine", 1, 1, settings.gpus))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
-        summary = evaluate(settings)
+        summary = evaluate(settings, Kept(run_dir.stage(STAGE) / "measured"))
         run_dir.write_summary(STAGE, summary)
         if summary["status"] == "complete":
             run_dir.succeed(STAGE, key)
@@ -144,27 +142,33 @@ def settings_of(config: Config) -> EvaluateSettings:
         endpoints=endpoints,
         boundary_ids=tuple(config.audit.boundary_ids),
         trust_remote_code=config.target.trust_remote_code,
+        server_args=tuple(config.target.server_args),
         api_key=os.environ.get(config.generate.api_key_env or ""),
     )
 
 
-def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
-    """Measures all drafters and returns the summary; what was measured before an engine failed is kept.
+def evaluate(settings: EvaluateSettings, kept: Kept | None = None) -> dict[str, Any]:
+    """Measures all drafters that `kept` has not, and returns the summary of what is measured when an engine fails.
 
     Raises:
         PromptSourceError, TargetError: before anything is measured; says what to change.
     """
     started = time.monotonic()
     work = _prepare(settings)
+    kept = kept or Kept(None)
     engines: dict[str, Any] = {}
+    clock = _Clock(time.monotonic() - started)
     warnings: list[str] = []
     stopped_by = None
     try:
-        plain = _measure_plain(work)
-        engines[PLAIN] = {"speed": plain.speed, "engine": asdict(plain.info), **_shape(plain.answers)}
+        measured = kept.get("plain engine", _key(settings, ()), partial(_measure_plain, work, clock))
+        plain = _Plain(answers_of(measured["answers"]), measured["speed"])
+        engines[PLAIN] = {"speed": plain.speed, "engine": measured["engine"], **_shape(plain.answers)}
         for drafter in settings.drafters:
-            engines[drafter], found = _measure_drafter(work, drafter, plain)
-            warnings += [f"{drafter}: {warning}" for warning in found]
+            measure_it = partial(_measure_drafter, work, drafter, plain, clock)
+            measured = kept.get(drafter, _key(settings, (drafter,)), measure_it)
+            engines[drafter] = measured["result"]
+            warnings += [f"{drafter}: {warning}" for warning in measured["warnings"]]
             _say(table(engines))
     except (EngineFailed, ServerFailed, ray.exceptions.RayError) as error:
         stopped_by = explain(root_cause(error))
@@ -183,10 +187,35 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "best_drafter": best,
         "acceptance_length": engines[best]["acceptance"]["all"]["acceptance_length"] if best else None,
         "wall_s": round(time.monotonic() - started, 1),
+        "start_up_s": round(clock.start_up_s, 1),
+        "busy_s": round(clock.busy_s, 1),
         "settings": _told(settings),
         "target": work.target.fingerprint(),
         "engines": engines,
     }
+
+
+@dataclass
+class _Clock:
+    """Seconds until engines answer, and seconds in which they do."""
+
+    start_up_s: float
+    busy_s: float = 0.0
+
+    @contextmanager
+    def engine(self, serving: Serving, drafter: str) -> Iterator[str]:
+        """The engine of `serving`, its start taken down."""
+        started = time.monotonic()
+        with serving.engine(drafter) as url:
+            self.start_up_s += time.monotonic() - started
+            yield url
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Takes down how long the engine answers."""
+        started = time.monotonic()
+        yield
+        self.busy_s += time.monotonic() - started
 
 
 @dataclass(frozen=True)
@@ -209,7 +238,6 @@ class _Work:
 class _Plain:
     """The engine without a drafter."""
 
-    info: EngineInfo
     answers: Measured
     speed: dict[str, float]
 
@@ -225,7 +253,14 @@ def _prepare(settings: EvaluateSettings) -> _Work:
         load_questions(settings.prompts, settings.limit),
         Renderer(target.folder, trust_remote_code=settings.trust_remote_code, boundary_ids=settings.boundary_ids),
         Sampling(settings.max_new_tokens, settings.temperature, 1.0, False, target.vocab_size, frozenset(stops)),
-        Serving(_served_model(target), settings.steps, settings.launch, settings.gpus, settings.endpoints),
+        Serving(
+            _served_model(target),
+            settings.steps,
+            settings.launch,
+            settings.gpus,
+            settings.endpoints,
+            settings.server_args,
+        ),
     )
 
 
@@ -238,36 +273,46 @@ def _told(settings: EvaluateSettings) -> dict[str, Any]:
     return {name: value for name, value in asdict(settings).items() if name != "api_key"}
 
 
-def _key(settings: EvaluateSettings) -> str:
-    """Of all that a measurement depends on, the drafters' files included."""
-    digest = hashlib.sha256(json.dumps(_told(settings)).encode())
-    for path in sorted(path for drafter in settings.drafters for path in Path(drafter).glob("*.safetensors")):
+def _key(settings: EvaluateSettings, drafters: Sequence[str]) -> str:
+    """Of all that a measurement of these drafters depends on: settings, questions, target, the drafters' files."""
+    about = replace(
+        settings,
+        drafters=tuple(drafters),
+        expected=tuple(pair for pair in settings.expected if pair[0] in drafters),
+        endpoints=tuple(pair for pair in settings.endpoints if pair[0] in (PLAIN, *drafters)),
+    )
+    digest = hashlib.sha256(json.dumps([_told(about), resolve(settings.target).fingerprint()]).encode())
+    digest.update(repr(load_questions(settings.prompts, settings.limit)).encode())
+    for path in sorted(path for drafter in drafters for path in Path(drafter).glob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
 
-def _measure_plain(work: _Work) -> _Plain:
-    with work.serving.engine(PLAIN) as url:
+def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
+    with clock.engine(work.serving, PLAIN) as url:
         info = engine_info(url, work.settings.api_key)
         if info.algorithm is not None:
             raise EngineFailed(f"{url} was named as the engine without a drafter, but it runs {info.algorithm}.")
         _say(f"plain engine: {len(work.questions)} questions")
-        answers = answer_conversations(
-            url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
-        )
-        return _Plain(info, answers, _speed(work, url, answers))
+        with clock.busy():
+            answers = answer_conversations(
+                url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
+            )
+            speed = _speed(work, url, answers)
+        return {"engine": asdict(info), "speed": speed, "answers": answers_as_json(answers)}
 
 
-def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str, Any], list[str]]:
-    """The drafter's results, and warnings about them."""
+def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) -> dict[str, Any]:
+    """The drafter's `result`, and `warnings` about it."""
     settings = work.settings
     _say(f"{drafter}: {len(plain.answers.served)} prompts")
-    with work.serving.engine(drafter) as url:
+    with clock.engine(work.serving, drafter) as url:
         info = engine_info(url, settings.api_key)
         prompts = [one.prompt for one in plain.answers.served]
-        answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
-        speed = _speed(work, url, answers)
+        with clock.busy():
+            answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
+            speed = _speed(work, url, answers)
         lossless = None
         if settings.temperature == 0:
             lossless = compare(plain.answers.served, answers.served, url, settings.api_key)
@@ -280,6 +325,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str
         work.target,
         plain.answers.served,
         settings.steps,
+        settings.trust_remote_code,
     )
     result = {
         "acceptance": {group: counts.as_json() for group, counts in acceptance.items()},
@@ -297,7 +343,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain) -> tuple[dict[str
             f"{len(lossless.unexplained)} of {lossless.answers} greedy answers differ from the plain engine's by more "
             f"than a near tie; the first is {first.name}, at token {first.position}."
         )
-    return result, warnings
+    return {"result": result, "warnings": warnings}
 
 
 def _speed(work: _Work, url: str, answers: Measured) -> dict[str, float]:

@@ -7,7 +7,6 @@ it was: committed units are skipped right behind the read, finished answers come
 
 import math
 import os
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -25,17 +24,20 @@ from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
+from eagle3_ray.plan_units import ROWS_PER_GROUP
 from eagle3_ray.prompts import find
 from eagle3_ray.registry import start as start_registry
-from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
 from eagle3_ray.sglang.protocol import Sampling
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 
 _REQUESTS_PER_ACTOR = 512
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 
@@ -51,6 +53,7 @@ def run(config: Config) -> dict[str, Any]:
         if run_dir.succeeded_with(STAGE, settings.key()) and (summary := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
+        Ledger(run_dir).check()
         cluster.connect()
         with serving(config, target) as crew:
             work = _prepare(run_dir, config, target, settings, crew.urls(), crew.most())
@@ -223,7 +226,7 @@ def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[Ser
             f"probe's prompt differ by {logprob_difference(began, facts[0].prompt_logprobs):.2f} nats a token."
         )
     about = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(sys.argv),
         "config": config.model_dump(),
         "versions": {"ray": ray.__version__, "python": sys.version.split()[0]},
         "servers": [{"url": fact.url, **fact.settings} for fact in facts],
@@ -288,8 +291,8 @@ def _pool(
     runnable = sum(min(fact.max_running, fact.capacity_tokens / request) for fact in facts)
     in_flight = min(max_in_flight, runnable * most / len(facts))
     actors = max(1, min(round(in_flight / _REQUESTS_PER_ACTOR), int((cpus - 2 * LIGHT) / LIGHT)))
-    groups = max(1, min(round(in_flight / actors / 2 / plan.ROWS_PER_GROUP), 8))
-    blocks = math.ceil(3 * in_flight / (actors * groups * plan.ROWS_PER_GROUP))
+    groups = max(1, min(round(in_flight / actors / 2 / ROWS_PER_GROUP), 8))
+    blocks = math.ceil(3 * in_flight / (actors * groups * ROWS_PER_GROUP))
     return Pool(actors, max(4, blocks), groups)
 
 
@@ -307,6 +310,7 @@ def _summarise(
     run_dir: RunDir, config: Config, the_plan: Plan, view: telemetry.View, stopped_by: str | None, wall_s: float
 ) -> dict[str, Any]:
     """Counts the data itself and says whether the run is complete."""
+    begun = time.time() - wall_s
     counting = ray.remote(Ledger.count).options(num_cpus=LIGHT)
     counts = ray.get(counting.remote(Ledger(run_dir), sorted(config.audit.boundary_ids)))
     failed = the_plan.expected - counts["rows"] - counts["rejected"]
@@ -329,6 +333,8 @@ def _summarise(
         "tokens_per_second": round(view.tokens_per_second, 1),
         "servers_best_tokens_per_second": round(view.best_tokens_per_second, 1),
         "wall_s": round(wall_s, 1),
+        "start_up_s": None if view.first_request is None else round(view.first_request - begun, 1),
+        "busy_s": round(view.generating_s, 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "last_failure": view.last_failure,

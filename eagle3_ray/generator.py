@@ -121,6 +121,7 @@ class Generator:
                 counts.failed += unit["turns"]
                 self._report.last_failure = f"{unit['partition']}/{unit['prompt_id']}: {failed}"
                 self._metrics.row(unit["partition"], "failed")
+                self._note("row failed", unit, turn, str(failed))
                 return []
             rows.append(self._row(unit, turn, prompt_ids, answer, reason))
             if reason is not None:
@@ -132,7 +133,14 @@ class Generator:
             counts.rejected += rejected
             counts.rows += not rejected
             self._metrics.row(unit["partition"], "rejected" if rejected else "sequence")
+            if rejected:
+                self._note("row rejected", unit, row["turn"], row["reason"])
         return rows
+
+    def _note(self, event: str, unit: Row, turn: int, reason: str) -> None:
+        name = sequence_id(unit["partition"], unit["prompt_id"], turn, unit["sample_index"])
+        ids = {"sequence_id": name, "partition": unit["partition"], "prompt_id": unit["prompt_id"]}
+        self._telemetry.note.remote(event, **ids, reason=reason)
 
     def _row(self, unit: Row, turn: int, prompt_ids: list[int], answer: Row, reason: str | None) -> Row:
         output_ids = answer.get("output_ids", [])

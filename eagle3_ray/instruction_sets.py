@@ -1,4 +1,5 @@
 """Rows of instruction sets as people publish them: public sets by name, and the columns that hold the question.
+Also questions that the target made up itself, out of a run of the generate job.
 
 Everything comes out as `prompts.Prompt`: what the target is asked, without anybody's answers.
 """
@@ -8,7 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import pyarrow.parquet as pq
+
+from eagle3_ray.ledger import STAGE as GENERATE
+from eagle3_ray.ledger import Ledger
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, parse, read
+from eagle3_ray.records import SEQUENCES
+from eagle3_ray.rendering import Renderer
+from eagle3_ray.runs import RunDir
+from eagle3_ray.target.files import resolve
 
 _FORMS = ("messages", "conversations", "prompt", "input_ids")
 _QUESTIONS = ("instruction", "question", "problem", "query")
@@ -52,6 +61,42 @@ def file_rows(sources: Sequence[Source]) -> Rows:
             yield f"{source.path}:{number}", f"{name}:{number}", raw
 
 
+@dataclass(frozen=True)
+class RunQuestions:
+    """A generate run of `{"target_asks": true}` rows: its answers are the questions."""
+
+    run: str
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(RunDir(self.run))
+
+    def __str__(self) -> str:
+        return f"run://{self.run}"
+
+
+def run_rows(questions: RunQuestions) -> Rows:
+    """The questions that the target ended itself and that hold no control token, as text.
+
+    Raises:
+        PromptSourceError: the run is not there or not complete.
+    """
+    run_dir, ledger = RunDir(questions.run), questions.ledger
+    if not run_dir.succeeded(GENERATE):
+        raise PromptSourceError(f"{questions}: no complete generate run is there; run jobs/generate.py on it first.")
+    target = run_dir.manifest()[GENERATE]["config"]["target"]
+    renderer = Renderer(resolve(target["model"]).folder, trust_remote_code=target["trust_remote_code"])
+    special = set(renderer.special_ids)
+    columns = ["sequence_id", "output_ids", "finish_reason"]
+    for file in ledger.files(SEQUENCES):
+        for batch in pq.ParquetFile(file).iter_batches(columns=columns):
+            for row in batch.to_pylist():
+                name, words = row["sequence_id"], row["output_ids"][:-1]
+                if row["finish_reason"] == "stop" and special.isdisjoint(words):
+                    question = {"id": name, "prompt": renderer.text(words).strip()}
+                    yield f"{questions}: {name}", name, json.dumps(question).encode()
+
+
 def public_rows(public: PublicSet) -> Rows:
     """The rows of a public set, streamed.
 
@@ -71,6 +116,20 @@ def public_rows(public: PublicSet) -> Rows:
         raise PromptSourceError(
             f"{public} cannot be read: {error}. Without network, give a file: NAME=PATH."
         ) from error
+
+
+Named = PublicSet | RunQuestions
+"""A place that is no file."""
+
+Place = Named | list[Source]
+"""Where the rows of a partition come from."""
+
+
+def rows_of(place: Place) -> Rows:
+    """The rows of any place. Raises PromptSourceError."""
+    if isinstance(place, PublicSet):
+        return public_rows(place)
+    return run_rows(place) if isinstance(place, RunQuestions) else file_rows(place)
 
 
 def parse_row(raw: bytes, fallback_id: str, column: str | None) -> Prompt:

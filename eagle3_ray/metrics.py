@@ -54,10 +54,12 @@ class CaptureMetrics:
         self._tokens = Counter("eagle3_capture_tokens_total", "tokens whose states were captured")
         self._set_aside = Counter("eagle3_capture_set_aside_total", "sequences that are not the target's own")
         self._seconds = Counter("eagle3_capture_seconds_total", "seconds spent in capturing")
+        self._bytes = Counter("eagle3_capture_bytes_total", "bytes of states as the target computes them")
 
-    def captured(self, sequences: int, tokens: int, seconds: float) -> None:
+    def captured(self, sequences: int, tokens: int, size: int, seconds: float) -> None:
         self._sequences.inc(sequences)
         self._tokens.inc(tokens)
+        self._bytes.inc(size)
         self._seconds.inc(seconds)
 
     def set_aside(self) -> None:

@@ -7,15 +7,15 @@ stage that is not. A stage gives back its servers, GPUs and memory before the ne
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from eagle3_ray import capture, evaluate, generate, train
 from eagle3_ray.config import Config
+from eagle3_ray.errors import explain
 from eagle3_ray.report import write_report
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import RunDir, RunError
+from eagle3_ray.stages import Stage
 
-Stage = Callable[[Config], dict[str, Any]]
 _KEPT = ("status", "rows", "rejected", "quarantined", "tokens", "steps", "chain_acceptance_length", "wall_s")
 
 
@@ -23,7 +23,7 @@ def run(config: Config) -> dict[str, Any]:
     """Runs all stages, stops behind the first that does not complete, and returns what each came to.
 
     Raises:
-        The setup errors of the stages (see cli.SETUP_ERRORS).
+        The setup errors of the stages (see stages.SETUP_ERRORS).
     """
     started = time.monotonic()
     run_dir = RunDir(config.run.dir)
@@ -36,17 +36,22 @@ def run(config: Config) -> dict[str, Any]:
             break
     last_name, last = next(reversed(summaries.items()))
     complete = last["status"] == "complete"
-    report = write_report(run_dir)
+    warnings = [f"{name}: {warning}" for name, summary in summaries.items() for warning in summary["warnings"]]
+    report = None
+    try:
+        report = str(write_report(run_dir))
+    except (OSError, RunError) as error:  # the disk is full, or the first stage was stopped before it began
+        warnings.append(f"report: {explain(error)}")
     return {
         "stage": "pipeline",
         "status": last["status"],
         "stopped_by": last["stopped_by"] and f"{last_name}: {last['stopped_by']}",
-        "warnings": [f"{name}: {warning}" for name, summary in summaries.items() for warning in summary["warnings"]],
+        "warnings": warnings,
         "stages": {name: {key: s[key] for key in _KEPT if key in s} for name, s in summaries.items()},
         "acceptance_length": last.get("acceptance_length") if complete else None,
         "drafter_dir": summaries.get("train", {}).get("drafter_dir"),
         "launch": summaries.get("train", {}).get("launch"),
-        "report": str(report),
+        "report": report,
         "run_dir": str(run_dir.path),
         "wall_s": round(time.monotonic() - started, 1),
     }

@@ -18,94 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 import ray.data
 
 from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.plan_units import PART_SCHEMA, choose
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, parse, read, stamp
-from eagle3_ray.runs import RunError, write_json
+from eagle3_ray.runs import RunError, read_json, write_json
 from eagle3_ray.target.files import TargetError
 
-_PART_SCHEMA = pa.schema(
-    [
-        ("partition", pa.string()),
-        ("prompt_id", pa.string()),
-        ("file", pa.string()),
-        ("line", pa.int64()),
-        ("prompt_ids", pa.list_(pa.int32())),  # of the first turn
-        ("conversation", pa.string()),  # JSON of turns, tools, template options; null for one turn without tools
-        ("turns", pa.int32()),
-        ("content_sha", pa.string()),  # of all that decides the prompts; null for bad rows
-        ("reason", pa.string()),
-    ]
-)
-_ROWS_PER_FILE = 8192
 _BLOCK_BYTES = 8 << 20  # of raw rows that one task renders
-ROWS_PER_GROUP = 64
-"""Units in a row group of the plan's files: the least that a generating task works on."""
 _PROBE_TEXT = """Grüße, 世界! Unbelievable internationalisation costs 3.14159 or 1234567 dollars; привет, добрый день.
 def add(first, second):\n        return first + second  # the quick brown fox jumps over the lazy dog"""
 _PROBE_PROMPT = b'{"prompt": "Name three colours, then count from one to five."}'
-
-_NARROW = """
-CREATE TEMP TABLE narrow AS
-SELECT partition, prompt_id, file, line, turns, len(prompt_ids) AS tokens, content_sha,
-       md5_number_lower(partition || chr(0) || prompt_id) AS rank
-FROM read_parquet($parts) WHERE reason IS NULL
-"""
-
-_FATES = """
-CREATE TEMP TABLE fates AS
-WITH copies AS (
-    SELECT *, row_number() OVER (PARTITION BY content_sha ORDER BY partition, file, line) AS copy FROM narrow
-), named AS (
-    SELECT *, row_number() OVER (PARTITION BY partition, prompt_id ORDER BY file, line) AS namesake
-    FROM copies WHERE NOT ($dedupe AND copy > 1)
-), placed AS (
-    SELECT *, row_number() OVER mine AS place, sum(tokens) OVER mine AS tokens_so_far
-    FROM named WHERE namesake = 1 WINDOW mine AS (PARTITION BY partition ORDER BY rank, file, line)
-)
-SELECT file, line, CASE WHEN place <= $limit AND tokens_so_far <= $max_tokens THEN 'chosen' ELSE 'over_cap' END AS fate
-FROM placed
-UNION ALL SELECT file, line, 'namesake' FROM named WHERE namesake > 1
-UNION ALL SELECT file, line, 'duplicate' FROM copies WHERE $dedupe AND copy > 1
-"""
-
-_UNITS = """
-WITH rows AS (
-    SELECT p.* EXCLUDE (reason), coalesce(fate, 'bad') AS fate,
-           CASE fate WHEN 'namesake' THEN 'the id ' || prompt_id || ' stands in this partition more than once'
-                     ELSE reason END AS reason
-    FROM read_parquet($parts) p LEFT JOIN fates f ON p.file = f.file AND p.line = f.line
-    WHERE coalesce(fate, 'bad') IN ('chosen', 'namesake', 'bad')
-), sampled AS (
-    SELECT *, unnest(range(CASE fate WHEN 'chosen' THEN $samples ELSE 1 END)) AS sample_index FROM rows
-), identified AS (
-    SELECT * EXCLUDE (fate, prompt_id, turns),
-        CASE fate WHEN 'chosen' THEN prompt_id ELSE file || ':' || line END AS prompt_id,
-        CASE fate WHEN 'chosen' THEN turns ELSE 1 END AS turns
-    FROM sampled
-)
-SELECT (md5_number_lower(concat_ws(chr(0), partition, prompt_id, sample_index, content_sha, reason)) >> 1)::BIGINT
-       AS unit, partition, prompt_id, sample_index::INTEGER AS sample_index, file, line,
-       prompt_ids, conversation, turns, reason
-FROM identified ORDER BY md5_number_lower(partition || chr(0) || prompt_id), sample_index
-"""
-
-_COUNTS = """
-SELECT p.partition,
-       count(*) AS read,
-       count(*) FILTER (fate = 'duplicate') AS duplicates,
-       count(*) FILTER (fate = 'over_cap') AS over_cap,
-       count(*) FILTER (fate IS NULL OR fate = 'namesake') AS bad,
-       count(*) FILTER (fate = 'chosen') AS prompts,
-       coalesce(sum(turns) FILTER (fate = 'chosen'), 0)::BIGINT * $samples + bad AS expected,
-       coalesce(sum(len(prompt_ids)) FILTER (fate = 'chosen'), 0)::BIGINT * $samples AS prompt_tokens,
-       coalesce(max(len(prompt_ids)) FILTER (fate = 'chosen'), 0) AS longest_prompt
-FROM read_parquet($parts) p LEFT JOIN fates f ON p.file = f.file AND p.line = f.line
-GROUP BY p.partition ORDER BY p.partition
-"""
 
 
 @dataclass(frozen=True)
@@ -190,6 +115,11 @@ class PlanSettings:
         about = {**asdict(self), "files": [stamp(source) for source in self.sources]}
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
+    def choice(self) -> dict[str, Any]:
+        """What `plan_units.choose` goes by."""
+        names = ("dedupe", "limit", "max_tokens_total", "samples_per_prompt")
+        return {name: getattr(self, name) for name in names}
+
 
 class Render:
     """Ray Data stage: raw rows to rows of the plan, a bad one with its reason."""
@@ -198,7 +128,7 @@ class Render:
         self._settings = settings
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        return pa.Table.from_pylist([self._row(**row) for row in batch.to_pylist()], schema=_PART_SCHEMA)
+        return pa.Table.from_pylist([self._row(**row) for row in batch.to_pylist()], schema=PART_SCHEMA)
 
     def _row(self, partition: str, file: str, line: int, raw: bytes) -> dict[str, Any]:
         fallback_id = f"{'/'.join(Path(file).parts[-2:])}:{line}"
@@ -281,24 +211,49 @@ def _make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
     shutil.rmtree(fresh, ignore_errors=True)
     tokens = ray.remote(_target_tokens).options(num_cpus=0.5).remote(settings)
     _render_all(fresh / "parts", settings)
-    counts = ray.get(ray.remote(_select).options(num_cpus=1).remote(fresh, settings, answered))
+    chosen = ray.remote(choose).options(num_cpus=1).remote(fresh, answered, **settings.choice())
+    counts = ray.get(chosen)
     plan = Plan(folder, [PartitionPlan(**count) for count in counts], ray.get(tokens))
-    about = {"key": settings.key(), "partitions": counts, "tokens": asdict(plan.tokens)}
-    write_json(fresh / "plan.json", about)
+    save(fresh, plan, settings.key())
     shutil.rmtree(fresh / "parts")
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     return plan
 
 
+def save(folder: Path, plan: Plan, key: str) -> None:
+    """Writes all of a plan but its units to `folder`/plan.json, sealed with a hash of it."""
+    about = {"key": key, "partitions": [asdict(p) for p in plan.partitions], "tokens": asdict(plan.tokens)}
+    write_json(folder / "plan.json", {**about, "seal": _seal(about)})
+
+
 def load(folder: Path) -> tuple[Plan, str] | None:
-    """The plan that stands in `folder` and the key of its settings, None where there is none."""
+    """The plan that stands in `folder` and the key of its settings, None where there is none.
+
+    Raises:
+        RunError: plan.json is not as it was written.
+    """
     path = folder / "plan.json"
     if not path.exists():
         return None
-    about = json.loads(path.read_text())
+    about = read_json(path, _remedy(folder))
+    if about.pop("seal", None) != _seal(about):
+        raise RunError(f"{path} is damaged (it was changed after it was written). {_remedy(folder)}")
     partitions = [PartitionPlan(**count) for count in about["partitions"]]
     return Plan(folder, partitions, TargetTokens(**about["tokens"])), about["key"]
+
+
+def damaged_units(file: str | Path, what: str) -> RunError:
+    """What to say, and to do, about a file of units that is not as it was written."""
+    return RunError(f"{file} is damaged ({what.splitlines()[0]}). {_remedy(Path(file).parent.parent)}")
+
+
+def _remedy(folder: Path) -> str:
+    return f"Delete the folder {folder}; jobs/generate.py makes the plan again, and the answers stay."
+
+
+def _seal(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _target_tokens(settings: PlanSettings) -> TargetTokens:
@@ -342,58 +297,3 @@ def _read_source(batch: pa.Table) -> Any:
                 yield pa.Table.from_pylist(rows, schema=schema)
                 rows = []
         yield pa.Table.from_pylist(rows, schema=schema)
-
-
-def _select(folder: Path, settings: PlanSettings, answered: list[str]) -> list[dict[str, Any]]:
-    """Chooses the units, writes them and counts; runs as a Ray task, so that the driver's memory stays small."""
-    import duckdb
-
-    parts, unlimited = str(folder / "parts" / "*.parquet"), 2**62
-    if not any((folder / "parts").glob("*.parquet")):  # Ray writes no file for no rows
-        (folder / "parts").mkdir(exist_ok=True)
-        pq.write_table(_PART_SCHEMA.empty_table(), folder / "parts" / "none.parquet")
-    with duckdb.connect(config={"memory_limit": "1GB", "temp_directory": str(folder / "spill")}) as db:
-        db.execute(_NARROW, {"parts": parts})
-        db.execute(
-            _FATES,
-            {
-                "dedupe": settings.dedupe,
-                "limit": settings.limit or unlimited,
-                "max_tokens": settings.max_tokens_total or unlimited,
-            },
-        )
-        for_parts = {"parts": parts, "samples": settings.samples_per_prompt}
-        units = db.sql(_UNITS, params=for_parts).to_arrow_reader(_ROWS_PER_FILE)  # streams; execute() would copy
-        (folder / "units").mkdir()
-        pq.write_table(units.schema.empty_table(), folder / "units" / "000000.parquet")  # stays where nothing is chosen
-        for number, batch in enumerate(units):
-            pq.write_table(
-                pa.Table.from_batches([batch]),
-                folder / "units" / f"{number:06}.parquet",
-                compression="zstd",
-                row_group_size=ROWS_PER_GROUP,
-            )
-        new = str(folder / "units" / "*.parquet")
-        _refuse_lost_rows(db, new, answered)
-        cursor = db.execute(_COUNTS, for_parts)
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-
-
-def _refuse_lost_rows(db: Any, units: str, rows: list[str]) -> None:
-    twice = db.execute("SELECT count(*) - count(DISTINCT unit) FROM read_parquet($1)", [units]).fetchone()[0]
-    if twice:
-        raise RunError(f"{twice} units of the plan share a hash with another one; rename a partition.")
-    if not rows:
-        return
-    lost = db.execute(
-        "SELECT partition, prompt_id FROM read_parquet($1) "
-        "WHERE unit NOT IN (SELECT unit FROM read_parquet($2)) LIMIT 3",
-        [rows, units],
-    ).fetchall()
-    if lost:
-        examples = ", ".join(f"{partition}/{prompt_id}" for partition, prompt_id in lost)
-        raise RunError(
-            f"The run has answers to prompts that these settings do not select or that have changed ({examples}). "
-            "Larger caps and partitions of other prompts extend a run; for anything else use another run.dir."
-        )

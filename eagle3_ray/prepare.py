@@ -30,9 +30,11 @@ from typing import Any, TextIO
 import numpy as np
 import pyarrow.fs as pafs
 
+from eagle3_ray.config import ConfigError
 from eagle3_ray.decontaminate import EvaluationTexts
-from eagle3_ray.instruction_sets import PUBLIC_SETS, PublicSet, file_rows, parse_row, public_rows
+from eagle3_ray.instruction_sets import PUBLIC_SETS, Named, Place, PublicSet, RunQuestions, parse_row, rows_of
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, find, read
+from eagle3_ray.records import SEQUENCES
 from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, write_json
 
 STAGE = "prepare"
@@ -42,7 +44,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BAD_ROW_EXCERPT = 2000
 
 
-class PrepareError(ValueError):
+class PrepareError(ConfigError):
     """A setting of the prepare job cannot be used; the message names it, its value and the remedy."""
 
 
@@ -58,8 +60,8 @@ class Counts:
     kept: int = 0
 
 
-def parse_source(text: str) -> tuple[str, str | PublicSet]:
-    """A --source as its partition and its place: NAME=PATH, NAME=hf://DATASET[:SPLIT], or the name of a public set.
+def parse_source(text: str) -> tuple[str, str | Named]:
+    """A --source as its partition and its place: NAME=PATH, NAME=hf://DATASET[:SPLIT], NAME=run://RUN, or a public set.
 
     Raises:
         PrepareError: the text is none of these.
@@ -79,7 +81,7 @@ def parse_source(text: str) -> tuple[str, str | PublicSet]:
         )
     if not place:
         raise PrepareError(f"--source {text}: nothing behind the '='; give NAME=PATH or NAME=hf://DATASET[:SPLIT].")
-    return name, place
+    return name, RunQuestions(place.removeprefix("run://")) if place.startswith("run://") else place
 
 
 def run(
@@ -94,7 +96,7 @@ def run(
     """
     named = _check(out, sources, limit, ngram)
     folder = Path(out).expanduser().resolve()
-    files = {name: place if isinstance(place, PublicSet) else find(place) for name, place in named.items()}
+    files: dict[str, Place] = {n: find(place) if isinstance(place, str) else place for n, place in named.items()}
     evaluation_files = [source for path in against for source in find(path)]
     made_with = {"sources in order": ", ".join(named), "--limit": limit, "--ngram": ngram} | {
         f"--source {name}": _content(place) for name, place in files.items()
@@ -122,7 +124,7 @@ def run(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check(out: str, sources: Sequence[str], limit: int | None, ngram: int) -> dict[str, str | PublicSet]:
+def _check(out: str, sources: Sequence[str], limit: int | None, ngram: int) -> dict[str, str | Named]:
     if "://" in out:
         raise PrepareError(f"OUT {out} has to be a local folder; copy it to the storage when it is done.")
     if limit is not None and limit < 1:
@@ -131,7 +133,7 @@ def _check(out: str, sources: Sequence[str], limit: int | None, ngram: int) -> d
         raise PrepareError(f"--ngram {ngram} has to be at least 1; 13 is usual.")
     if not sources:
         raise PrepareError("--source is missing; give NAME=PATH, NAME=hf://DATASET[:SPLIT] or a public set's name.")
-    named: dict[str, str | PublicSet] = {}
+    named: dict[str, str | Named] = {}
     for text in sources:
         name, place = parse_source(text)
         if name in named:
@@ -140,10 +142,12 @@ def _check(out: str, sources: Sequence[str], limit: int | None, ngram: int) -> d
     return named
 
 
-def _content(place: PublicSet | list[Source]) -> str:
+def _content(place: Place) -> str:
     """What tells a changed source from the same one: the files' names and bytes, and of a dataset only its name."""
     if isinstance(place, PublicSet):
         return str(place)
+    if isinstance(place, RunQuestions):
+        place = [Source("", file) for file in place.ledger.files(SEQUENCES)]
     digest = hashlib.sha256()
     for source in place:
         if source.path.startswith("hf://"):
@@ -189,7 +193,7 @@ def _finished(folder: Path, made_with: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _write(
     data: Path,
-    files: Mapping[str, PublicSet | list[Source]],
+    files: Mapping[str, Place],
     evaluation_files: Sequence[Source],
     limit: int | None,
     ngram: int,
@@ -243,7 +247,7 @@ class _Sieve:
         self._aside = aside
         self._seen: set[int] = set()
 
-    def write(self, path: Path, name: str, place: PublicSet | list[Source], limit: int | None) -> Counts:
+    def write(self, path: Path, name: str, place: Place, limit: int | None) -> Counts:
         """Writes a source's partition.
 
         Raises:
@@ -252,7 +256,7 @@ class _Sieve:
         counts, keys, ids, first_reason = Counts(), array("Q"), set[int](), ""
         column = place.column if isinstance(place, PublicSet) else None
         with open(path, "wb") as file:
-            for where, fallback_id, raw in public_rows(place) if isinstance(place, PublicSet) else file_rows(place):
+            for where, fallback_id, raw in rows_of(place):
                 counts.read += 1
                 try:
                     prompt = parse_row(raw, fallback_id, column)

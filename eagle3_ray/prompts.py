@@ -3,6 +3,8 @@
 A row is `{"id", "messages"}` (OpenAI roles, with `tools` and `chat_template_kwargs`), ShareGPT `conversations`,
 `{"prompt": text}` (one user message), or ready `{"input_ids"}`. Answers in the rows are dropped: the target gives its
 own. Only an assistant message with tool calls stays, because the tool results behind it answer it.
+
+`{"target_asks": true}`, with a `system` text or none, asks for a question instead of an answer (jobs/prepare.py).
 """
 
 import io
@@ -51,6 +53,7 @@ class Prompt:
     turns: list[list[Message]]
     tools: list[Any] | None
     chat_template_kwargs: dict[str, Any]
+    target_asks: bool = False  # the turn is the target's own: its template up to where a user's words begin
 
 
 def find(path: str, partitions: list[str] | None = None) -> list[Source]:
@@ -90,7 +93,9 @@ def read(source: Source) -> Iterator[tuple[int, bytes]]:
             yield from _read_parquet(source.path)
         else:
             yield from _read_lines(source.path)
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
+    except PromptSourceError:
+        raise
+    except (OSError, EOFError, pa.ArrowException, ArithmeticError, RecursionError, ValueError) as error:
         raise PromptSourceError(
             f"{source.path} cannot be read to its end: {error}. Repair or remove the file."
         ) from error
@@ -129,6 +134,9 @@ def parse(raw: bytes, fallback_id: str) -> Prompt:
     if row.get("input_ids") is not None:
         return Prompt(prompt_id, _checked_ids(row["input_ids"]), [], None, {})
     options = {key: value for key, value in options.items() if value is not None}  # Arrow structs fill in nulls
+    if row.get("target_asks"):
+        system = [] if row.get("system") is None else [_checked({"role": "system", "content": row["system"]})]
+        return Prompt(prompt_id, None, [system], None, options, target_asks=True)
     return Prompt(prompt_id, None, _split_turns(_messages(row)), tools, options)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 SEQUENCES = "sequences"
@@ -54,5 +55,11 @@ def sequence_id(partition: str, prompt_id: str, turn: int, sample_index: int) ->
 
 def token_sha(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> str:
     """SHA-256 of the prompt's length and all ids as little-endian int32, so that the answer's boundary counts too."""
-    ids = np.asarray([len(prompt_ids), *prompt_ids, *output_ids], dtype="<i4")
-    return hashlib.sha256(ids.tobytes()).hexdigest()
+    return token_sha_of(np.asarray([*prompt_ids, *output_ids], dtype="<i4"), len(prompt_ids))
+
+
+def token_sha_of(ids: npt.NDArray[np.int32], prompt_tokens: int) -> str:
+    """`token_sha` of prompt and answer in one int32 array, of which the first `prompt_tokens` are the prompt."""
+    digest = hashlib.sha256(np.asarray([prompt_tokens], dtype="<i4").tobytes())
+    digest.update(ids.astype("<i4", copy=False).tobytes())
+    return digest.hexdigest()

@@ -13,6 +13,7 @@ from eagle3_ray.prompts import BadPrompt, Message, Prompt
 
 _OURS = frozenset(("chat_template", "max_length", "padding", "return_tensors", "tokenizer_kwargs", "truncation"))
 """Options of `apply_chat_template` that are no variables of a template: they would change or cut the ids."""
+_USER_WORDS = "~user's words~"
 
 
 class Renderer:
@@ -41,6 +42,8 @@ class Renderer:
         """
         if prompt.input_ids is not None:
             return prompt.input_ids
+        if prompt.target_asks:
+            return self._before_a_question(prompt)
         messages = list(prompt.turns[0])
         for answer, questions in zip(answers, prompt.turns[1:], strict=False):
             messages += [self._message(answer), *questions]
@@ -54,15 +57,28 @@ class Renderer:
         """The ids of a text as it stands, no special token added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def _before_a_question(self, prompt: Prompt) -> list[int]:
+        """Ids up to where a user's words begin: what the target says next is a question (arXiv 2406.08464)."""
+        messages = [*prompt.turns[0], {"role": "user", "content": _USER_WORDS}]
+        text = self._apply(messages, None, prompt.chat_template_kwargs, add_generation_prompt=False, tokenize=False)
+        before, words, _ = text.partition(_USER_WORDS)
+        if not words or not before:
+            raise BadPrompt("the chat template has no beginning of a user's turn")
+        return self.encode(before)
+
     def _render(self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]) -> list[int]:
+        ids = self._apply(messages, tools, options, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if not ids:
+            raise BadPrompt("the chat template gives no tokens")
+        return list(ids)
+
+    def _apply(self, messages: list[Message], tools: list[Any] | None, options: dict[str, Any], **how: bool) -> Any:
         import jinja2
 
         if not _OURS.isdisjoint(options):
             raise BadPrompt(f"chat_template_kwargs has {min(_OURS & set(options))}, which is no variable of a template")
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **options
-            )
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **how, **options)
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -73,9 +89,6 @@ class Renderer:
             ValueError,
         ) as error:
             raise BadPrompt(f"the chat template refuses it: {error}") from None
-        if not ids:
-            raise BadPrompt("the chat template gives no tokens")
-        return list(ids)
 
     def _message(self, answer: Sequence[int]) -> Message:
         boundary = max((i for i, token in enumerate(answer) if token in self._boundary_ids), default=-1)

@@ -3,6 +3,8 @@
     RUN/manifest.json            per stage: fingerprint, versions, when, how often started
     RUN/generate/                all that one stage owns, so that setting it aside is one rename
     RUN/summaries/generate.json  the last summary of each stage
+    RUN/last_job.json            how the last job ended, and why
+    RUN/logs/STAGE.jsonl         what happened to it (run_log.py)
     RUN/quarantine/              what was set aside, never deleted
 
 A fingerprint is a flat dictionary of everything that changes tokens. A stage refuses to add to data of another one.
@@ -11,9 +13,10 @@ A fingerprint is a flat dictionary of everything that changes tokens. A stage re
 import fcntl
 import json
 import os
+import shlex
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +49,11 @@ class RunDir:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest, empty where nothing ran yet."""
-        path = self.path / "manifest.json"
-        if not path.exists():
-            return {}
-        try:
-            manifest: dict[str, Any] = json.loads(path.read_text())
-        except ValueError as error:
-            raise RunError(f"{path} is damaged ({error}); move the run directory aside and start another.") from None
+        path, remedy = self.path / "manifest.json", "Move the run directory aside and start another."
+        manifest = read_json(path, remedy) if path.exists() else {}
+        for stage, entry in manifest.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get("fingerprint"), dict):
+                raise RunError(f"{path} is damaged (its entry of {stage} has no fingerprint). {remedy}")
         return manifest
 
     def check(self, stage: str, fingerprint: Fingerprint) -> None:
@@ -92,7 +93,28 @@ class RunDir:
     def summary(self, stage: str) -> dict[str, Any] | None:
         """The last summary of a stage, None where there is none."""
         path = self.path / "summaries" / f"{stage}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path, f"Remove it; jobs/{stage}.py writes it again.") if path.exists() else None
+
+    def write_last_job(self, stage: str, started: float, status: str, cause: str | None) -> None:
+        """Keeps in RUN/last_job.json how the last job goes ("running") or ended, and why, in one sentence."""
+        ended = None if status == "running" else _now()
+        about = {"stage": stage, "status": status, "started": _stamp(started), "ended": ended, "cause": cause}
+        write_json(self.path / "last_job.json", about)
+
+    def last_job_failed(self) -> str | None:
+        """Stage, time and cause of the last job's end, for people; None where it is complete or still runs."""
+        path = self.path / "last_job.json"
+        if not path.exists() or WriterLock.is_held(self):
+            return None
+        job = json.loads(path.read_text())
+        if job["status"] == "complete":
+            return None
+        if job["status"] == "running":
+            return (
+                f"the last job ({job['stage']}, begun {job['started']}) was killed: it left no word of its end. "
+                f"{self.path / 'logs' / job['stage']}.jsonl has what it did."
+            )
+        return f"the last job ({job['stage']}, {job['ended']}) {job['status']}: {job['cause']}"
 
     def succeeded(self, stage: str) -> bool:
         """Whether the stage's data is complete and checked; readers wait for this."""
@@ -100,7 +122,8 @@ class RunDir:
 
     def succeeded_with(self, stage: str, plan: str) -> bool:
         """Whether it is complete for this very plan, and not for an earlier, smaller one."""
-        return self.succeeded(stage) and json.loads((self.stage(stage) / SUCCESS).read_text()).get("plan") == plan
+        remedy = f"Remove it and run jobs/{stage}.py again."
+        return self.succeeded(stage) and read_json(self.stage(stage) / SUCCESS, remedy).get("plan") == plan
 
     def succeed(self, stage: str, plan: str) -> None:
         """Marks the stage's data as complete for the plan of that key."""
@@ -181,6 +204,27 @@ class WriterLock:
         return (Path(run_path) / ".lock").read_text() == token
 
 
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        RunError: it holds no such thing; the message ends in `remedy`.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} is damaged ({error}). {remedy}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{path} is damaged (it holds no JSON object). {remedy}")
+    return value
+
+
+def command(argv: Sequence[str]) -> str:
+    """A job's command line, to be typed again: `eagle3-generate ...`, or `python jobs/generate.py ...`."""
+    script = Path(argv[0])
+    return shlex.join(["python", *argv] if script.suffix == ".py" else [script.name, *argv[1:]])
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,4 +234,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return _stamp(time.time())
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))

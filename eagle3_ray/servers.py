@@ -5,9 +5,6 @@ soon as it stands is given up with its own last words. When the job ends, howeve
 actor on an orderly end, with their parent's death on any other.
 """
 
-import os
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,14 +12,13 @@ from pathlib import Path
 
 import ray
 
-from eagle3_ray.sglang_cpu import Server, in_venv
+from eagle3_ray.sglang.gpu_server import gpu_server
+from eagle3_ray.sglang_cpu import Server
 from eagle3_ray.sglang_cpu.processes import HOST, ServerFailed, ServerProcess, free_port
 
 _EARLY_S = 60.0
 _MOST_EARLY_DEATHS = 3
 """A server that dies so often in a row, each time within the time above, is given up."""
-
-_PARENT_WATCH = Path(in_venv.__file__).parent / "parent_watch.py"
 
 
 class ManagedServer:
@@ -34,7 +30,7 @@ class ManagedServer:
         The server listens on loopback for as long as nobody else has to reach it: there is one node and
         the cluster does not grow.
         """
-        self._model, self._gpus, self._launch, self._args = Path(model), gpus, launch, args
+        self._model, self._gpus, self._launch, self._args = model, gpus, launch, args
         several = cluster_grows or sum(node["Alive"] for node in ray.nodes()) > 1
         self._host = ray.util.get_node_ip_address() if several else HOST
         self._port = free_port()
@@ -61,18 +57,8 @@ class ManagedServer:
 
     def _start(self) -> ServerProcess:
         if self._gpus == 0:
-            return Server(self._model, port=self._port, host=self._host, args=self._args).start()
-        command = [sys.executable, str(_PARENT_WATCH), *shlex.split(self._launch), "--model-path", str(self._model)]
-        place = ["--host", self._host, "--port", str(self._port), "--tp-size", str(self._gpus)]
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        return ServerProcess(
-            [*command, *place, *self._args],
-            port=self._port,
-            env=inherited | {"EAGLE3_RAY_SERVER_PARENT": str(os.getpid())},
-            log=None,
-            startup_timeout_s=3600,
-            host=self._host,
-        ).start()
+            return Server(Path(self._model), port=self._port, host=self._host, args=self._args).start()
+        return gpu_server(self._launch, self._model, self._gpus, self._args, port=self._port, host=self._host).start()
 
     def _keep_alive(self, server: ServerProcess) -> None:
         early_deaths = 0

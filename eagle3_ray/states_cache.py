@@ -10,6 +10,7 @@ a sequence reads its row group.
     fp32   4 bytes a number, 16H bytes a token: for exact comparisons on a CPU
 """
 
+import hashlib
 import json
 import os
 import uuid
@@ -40,6 +41,9 @@ _SCHEMA = pa.schema(
     ]
 )
 _ABOUT = b"eagle3_ray.shard"
+_SEAL = b"eagle3_ray.shard_sha256"
+_UNREADABLE = (OSError, pa.ArrowException, LookupError, MemoryError, TypeError, ValueError)
+"""What reading a Parquet file raises whose bytes are not those that were written."""
 
 
 class DamagedShard(RuntimeError):
@@ -112,7 +116,8 @@ class ShardWriter:
 
     def commit(self) -> int:
         """Makes the shard visible and returns its bytes."""
-        self._writer.add_key_value_metadata({_ABOUT: json.dumps(self._about | {"rows": self._rows})})
+        about = json.dumps(self._about | {"rows": self._rows}).encode()
+        self._writer.add_key_value_metadata({_ABOUT: about, _SEAL: hashlib.sha256(about).hexdigest()})
         self._writer.close()
         size = self._temporary.stat().st_size
         os.replace(self._temporary, self._path)
@@ -132,10 +137,17 @@ def about(path: Path) -> dict[str, Any]:
     """
     try:
         metadata = pq.read_metadata(path).metadata or {}
-        said: dict[str, Any] = json.loads(metadata[_ABOUT])
-    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
-        raise DamagedShard(path, str(error).splitlines()[0]) from None
+        about, seal = metadata[_ABOUT], metadata[_SEAL]
+    except _UNREADABLE as error:
+        raise DamagedShard(path, _first_line(error)) from None
+    if hashlib.sha256(about).hexdigest().encode() != seal:
+        raise DamagedShard(path, "what it says of itself is not what was written")
+    said: dict[str, Any] = json.loads(about)
     return said
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True)
@@ -170,17 +182,27 @@ class StatesCache:
         try:
             with pq.ParquetFile(place.path, page_checksum_verification=True, memory_map=True) as file:
                 chunks = file.read_row_group(place.group).to_pydict()
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DamagedShard(place.path, str(error).splitlines()[0]) from None
-        if set(chunks["row"]) != {row} or set(chunks["token_sha"]) != {token_sha}:
+            owner = set(chunks["row"]), set(chunks["token_sha"])
+            stored, scales, likeliest = self._numbers(chunks)
+        except _UNREADABLE as error:
+            raise DamagedShard(place.path, _first_line(error)) from None
+        if owner != ({row}, {token_sha}):
             raise DamagedShard(place.path, f"row group {place.group} holds the states of other tokens")
+        if len(likeliest) != len(stored) or (scales is not None and len(scales) != len(stored)):
+            raise DamagedShard(place.path, f"row group {place.group} holds columns of different lengths")
+        return decode(stored, scales, self._storage), torch.from_numpy(likeliest)
+
+    def _numbers(
+        self, chunks: Mapping[str, Sequence[bytes]]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32] | None, npt.NDArray[np.int64]]:
+        """Stored states [T, 4H], their scales [T, 4] (fp8), and the likeliest tokens [T] of a row group's columns."""
         dtype = {"bf16": "<u2", "fp8": "u1", "fp32": "<f4"}[self._storage]
         stored = np.frombuffer(bytearray(b"".join(chunks["states"])), dtype).reshape(-1, self._width)
-        scales = None
-        if self._storage == "fp8":
-            scales = np.frombuffer(bytearray(b"".join(chunks["scales"])), "<f4").reshape(-1, STATES)
         likeliest = np.frombuffer(b"".join(chunks["likeliest"]), "<i4").astype(np.int64)
-        return decode(stored, scales, self._storage), torch.from_numpy(likeliest)
+        if self._storage != "fp8":
+            return stored, None, likeliest
+        scales = np.frombuffer(bytearray(b"".join(chunks["scales"])), "<f4").reshape(-1, STATES)
+        return stored, scales, likeliest
 
 
 def sweep(folder: Path) -> None:
@@ -199,5 +221,5 @@ def verify(paths: Sequence[Path]) -> Iterator[DamagedShard]:
                     file.read_row_group(group)
         except DamagedShard as damage:
             yield damage
-        except (OSError, pa.ArrowInvalid) as error:
-            yield DamagedShard(path, str(error).splitlines()[0])
+        except _UNREADABLE as error:
+            yield DamagedShard(path, _first_line(error))

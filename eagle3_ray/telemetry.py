@@ -3,21 +3,25 @@
 Nothing here decides what is stored. The final counts come from the data; these are for people and for stopping early.
 """
 
+import logging
 import sys
 import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ray
 
+from eagle3_ray import run_log
 from eagle3_ray.audit import AuditRules, Evidence
 from eagle3_ray.cluster import beside_the_driver
 
 _WINDOW_S = 30.0
 _SILENT_S = 10.0
 """An actor that has reported nothing for so long is lost; what it did counts, what it had in flight does not."""
+_MOST_NOTES = 1000
+"""Rows of a job that its log names; all others are counted."""
 
 
 @dataclass
@@ -103,10 +107,23 @@ class Telemetry:
         self._best = 0.0
         self._most_in_flight = 0
         self._events: list[str] = []
+        self._notes: list[dict[str, Any]] = []
+        self._unnamed = 0
 
     def say(self, event: str) -> None:
         """Keeps a sentence for the driver to print."""
         self._events.append(f"{time.strftime('%H:%M:%S')} {event}")
+
+    def note(self, event: str, **about: str) -> None:
+        """Keeps what happened to a row for the log: its ids and the reason. Of very many the last are only counted."""
+        if len(self._notes) < _MOST_NOTES:
+            self._notes.append({"event": event, **about})
+        else:
+            self._unnamed += 1
+
+    def notes(self, told: int) -> tuple[list[dict[str, Any]], int]:
+        """The notes behind the first `told`, and how many rows have none."""
+        return self._notes[told:], self._unnamed
 
     def report(self, writer: str, report: Report) -> str | None:
         self._reports[writer] = report
@@ -176,7 +193,9 @@ class Telemetry:
 
 
 class Progress:
-    """Prints a line every few seconds (on a terminal: one line that renews itself) from a thread of the driver."""
+    """Prints a line every few seconds (on a terminal: one line that renews itself) from a thread of the driver, and
+    writes to the run's log what the actors noted and said.
+    """
 
     def __init__(self, telemetry: Any, expected: dict[str, int], done: dict[str, int], every_s: float = 5.0) -> None:
         self._telemetry = telemetry
@@ -184,7 +203,8 @@ class Progress:
         self._done = done
         self._every_s = every_s
         self._history: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
-        self._events_said = 0
+        self._events_said = self._notes_told = self._unnamed = 0
+        self._healthy: dict[str, bool] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -195,22 +215,49 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+        self._look()
+        if self._unnamed:
+            run_log.event("further rows rejected or failed", logging.WARNING, rows=self._unnamed)
         if sys.stderr.isatty():
             sys.stderr.write("\n")
 
     def _run(self) -> None:
         while not self._end.wait(self._every_s):
-            try:
-                view = ray.get(self._telemetry.view.remote(), timeout=10)
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            view = self._look()
+            if view is None:
                 continue
-            for event in view.events[self._events_said :]:
-                sys.stderr.write(f"{event}\n")
-            self._events_said = max(self._events_said, len(view.events))
             line = self.line(view)
             end, start = ("", "\r\x1b[K") if sys.stderr.isatty() else ("\n", "")
             sys.stderr.write(f"{start}{line}{end}")
             sys.stderr.flush()
+
+    def _look(self) -> View | None:
+        """The view of now, after its news are told and logged; None where nobody answers."""
+        try:
+            view, (notes, unnamed) = ray.get(
+                [self._telemetry.view.remote(), self._telemetry.notes.remote(self._notes_told)], timeout=10
+            )
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return None
+        self.log(view, notes, unnamed)
+        return cast(View, view)
+
+    def log(self, view: View, notes: list[dict[str, Any]], unnamed: int) -> None:
+        """Prints what was said, and logs it with what was noted and the servers that went or came."""
+        for said in view.events[self._events_said :]:
+            sys.stderr.write(f"{said}\n")
+            run_log.event("fleet", logging.WARNING, text=said.partition(" ")[2])
+        for note in notes:
+            about = dict(note)
+            run_log.event(about.pop("event"), logging.WARNING, **about)
+        for url, state in view.endpoints.items():
+            if state.healthy != self._healthy.get(url, True):
+                level = logging.INFO if state.healthy else logging.WARNING
+                run_log.event("endpoint back" if state.healthy else "endpoint out", level, endpoint=url)
+            self._healthy[url] = state.healthy
+        self._events_said = max(self._events_said, len(view.events))
+        self._notes_told += len(notes)
+        self._unnamed = unnamed
 
     def line(self, view: View) -> str:
         """One line: per partition done/total, rates of the last half minute, what went wrong, the time left."""
@@ -226,7 +273,8 @@ class Progress:
         for name, total in self._expected.items():
             counts = view.partitions.get(name, PartitionCounts())
             done = min(total, self._done.get(name, 0) + counts.rows + counts.rejected)
-            partitions.append(f"{name} {done}/{total}")
+            trouble = [f"{n} {what}" for n, what in ((counts.rejected, "rejected"), (counts.failed, "failed")) if n]
+            partitions.append(f"{name} {done}/{total}" + (f" ({', '.join(trouble)})" if trouble else ""))
             left += max(0, total - done - counts.failed)
             rejected, failed = rejected + counts.rejected, failed + counts.failed
             journaled += counts.journaled

@@ -8,7 +8,6 @@ on any number of workers.
 
 import hashlib
 import json
-import shlex
 import signal
 import sys
 import time
@@ -21,13 +20,14 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from eagle3_ray import capture, checkpoints, cluster, corpus, drafting
+from eagle3_ray import capture, capture_plan, checkpoints, cluster, corpus, drafting
 from eagle3_ray.batches import steps
 from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
+from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers, text_config
 from eagle3_ray.train_log import LOG, Watch, read_log
@@ -52,6 +52,7 @@ _NUMBERS = (  # of the train section, all that change the trained drafter
 )
 
 
+@carried_out(STAGE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from the newest checkpoint, and returns its summary.
 
@@ -73,7 +74,7 @@ def run(config: Config) -> dict[str, Any]:
         _check_cache(run_dir, config, sequences, target)
         cluster.connect()
         cluster.require(*_needs(config))
-        run_dir.claim(STAGE, fingerprint, {"command": shlex.join(["python", *sys.argv]), "config": config.model_dump()})
+        run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
         folder = run_dir.stage(STAGE)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.sweep(folder / "checkpoints")
@@ -136,8 +137,7 @@ def _fit(train: Train, settings: TrainSettings, start: int) -> None:
         (settings.folder / STOP).touch()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
-    TorchTrainer(
+    trainer = TorchTrainer(
         train_loop,
         train_loop_config={"settings": settings},
         scaling_config=ScalingConfig(
@@ -150,7 +150,12 @@ def _fit(train: Train, settings: TrainSettings, start: int) -> None:
             storage_path=str(settings.folder / "ray"),
             failure_config=FailureConfig(max_failures=train.restarts),
         ),
-    ).fit()
+    )
+    usual = signal.signal(signal.SIGTERM, ask_to_stop)
+    try:
+        trainer.fit()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _resources(train: Train) -> dict[str, float]:
@@ -173,6 +178,11 @@ def _check_cache(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
         raise RunError(
             f"{run_dir.path} has no complete cache of states. Run jobs/capture.py with this run.dir first, or use "
             "train.feed=stream, which needs none."
+        )
+    if lacking := capture_plan.Plan.make(run_dir, config.capture, sequences, target).missing:
+        raise RunError(
+            f"{run_dir.path} lacks {len(lacking)} shards of its cache of states, the first is {lacking[0].name}. Run "
+            "jobs/capture.py again: only these are captured."
         )
 
 
@@ -293,7 +303,8 @@ def _summarise(
     trained = [line for line in log if "loss" in line]
     validated = [line["validation"]["chain_acceptance_length"] for line in log if "validation" in line]
     done = folder / FINISHED
-    finished = done.exists() and json.loads(done.read_text())["plan"] == settings.plan
+    remedy = "Remove it and run jobs/train.py again."
+    finished = done.exists() and read_json(done, remedy).get("plan") == settings.plan
     found = checkpoints.best(folder / "checkpoints", settings.plan) or checkpoints.latest(
         folder / "checkpoints", settings.plan
     )
@@ -308,7 +319,10 @@ def _summarise(
         dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
     newest = checkpoints.latest(folder / "checkpoints", settings.plan)
-    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in trained)
+    wall_s = time.monotonic() - started
+    begun = time.time() - wall_s
+    ours = [line for line in trained if line["time"] > begun]  # of this job, not of one that it goes on from
+    seconds = sum(map(_seconds, trained))
     tokens = sum(line["tokens"] for line in trained)
     return {
         "stage": STAGE,
@@ -323,11 +337,18 @@ def _summarise(
         "wait_share": round(sum(line["wait_share"] for line in trained) / len(trained), 4) if trained else None,
         "drafter_dir": drafter_dir,
         "launch": launch,
-        "wall_s": round(time.monotonic() - started, 1),
+        "wall_s": round(wall_s, 1),
+        "start_up_s": round(ours[0]["time"] - _seconds(ours[0]) - begun, 1) if ours else None,
+        "busy_s": round(sum(_seconds(line) * (1 - line["wait_share"]) for line in ours), 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "warnings": [],
     }
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    """How long the step of a line of the log took."""
+    return float(line["tokens"] / line["tokens_per_second"])
 
 
 def _cause(error: BaseException) -> BaseException:

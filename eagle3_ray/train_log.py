@@ -1,14 +1,16 @@
 """The log of a training: RUN/train/steps.jsonl, which workers write, the driver tells, and the report draws."""
 
 import json
+import logging
 import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray import run_log
 from eagle3_ray.batches import Step
 from eagle3_ray.trackers import Trackers
 
@@ -17,26 +19,32 @@ _SAY_EVERY_S = 5.0
 
 
 class StepLog:
-    """RUN/train/steps.jsonl, a line a step and a line a validation, and the trackers. Written by one worker."""
+    """RUN/train/steps.jsonl, a line a start, step, validation and checkpoint, and the trackers; of one worker."""
 
     def __init__(self, folder: Path, plan: str, first: int) -> None:
         path = folder / LOG
         kept = [line for line in read_log(path) if line["step"] <= first]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
         self._file = path.open("a", buffering=1)
+        self._write({"step": first, "started": True})
         self._trackers = Trackers(folder, folder.parent.name, {"plan": plan}, first)
 
     def step(self, step: Step, total: int, numbers: Mapping[str, Any]) -> None:
         done = step.number + 1
-        line = {"step": done, "of": total, "epoch": step.epoch, "time": time.time(), **numbers}
-        self._file.write(json.dumps(line) + "\n")
+        self._write({"step": done, "of": total, "epoch": step.epoch, **numbers})
         self._trackers.log(done, {f"train/{k}": v for k, v in numbers.items() if not isinstance(v, list)})
 
     def validation(self, done: int, numbers: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"step": done, "time": time.time(), "validation": numbers}) + "\n")
+        self._write({"step": done, "validation": numbers})
         flat = {f"validation/{k}": v for k, v in numbers.items() if k != "partitions"}
         flat |= {f"validation/{name}": value for name, value in numbers["partitions"].items()}
         self._trackers.log(done, flat)
+
+    def checkpoint(self, done: int, best: bool) -> None:
+        self._write({"step": done, "checkpoint": True, "best": best})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({**line, "time": time.time()}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -44,21 +52,30 @@ class StepLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training log; a last line that a kill cut short is left out."""
+    """The lines of a training log. A last line that a kill cut short is left out, and so is one that is damaged."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = (_read_line(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n"))
+    return [line for line in lines if line is not None]
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        read = json.loads(line)
+    except ValueError:
+        return None
+    return read if isinstance(read, dict) and isinstance(read.get("step"), int) else None
 
 
 class Watch:
-    """Prints how the training goes, from its log, in a thread of the driver."""
+    """Prints how the training goes, from its log, in a thread of the driver, and writes its events to the run's log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._told = 0
+        self._told = _newest(read_log(path))
+        self._starts = 0
 
     def __enter__(self) -> "Watch":
         self._thread.start()
@@ -75,15 +92,34 @@ class Watch:
 
     def _tell(self) -> None:
         lines = read_log(self._path)
-        if len(lines) < self._told:  # a resumed training begins its log anew
-            self._told = 0
-        new, self._told = lines[self._told :], len(lines)
+        new = [line for line in lines if line["time"] > self._told]  # not by number: a restart cuts lines off
+        self._told = max(self._told, _newest(lines))
         for line in new:
+            self._log(line)
             if "validation" in line:
                 print(_validation_text(line), file=sys.stderr)
         trained = [line for line in new if "loss" in line]
         if trained:
             print(_step_text(trained[-1]), file=sys.stderr)
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        if "started" in line:
+            self._starts += 1
+            again = self._starts > 1
+            run_log.event("training restarted" if again else "training started", _level(again), step=line["step"])
+        elif "checkpoint" in line:
+            run_log.event("checkpoint written", step=line["step"], best=line["best"])
+        elif line.get("set_aside"):
+            run_log.event("sequences set aside", logging.WARNING, step=line["step"], sequences=line["set_aside"])
+
+
+def _newest(lines: Sequence[Mapping[str, Any]]) -> float:
+    """The time of the last line, by the clock of the worker that wrote it."""
+    return max((line["time"] for line in lines), default=0.0)
+
+
+def _level(bad: bool) -> int:
+    return logging.WARNING if bad else logging.INFO
 
 
 def _step_text(line: Mapping[str, Any]) -> str:

@@ -348,6 +348,8 @@ class Worker:
         }
         if self._rank == 0:
             checkpoints.save(self._checkpoints, next_step, self._settings.plan, state, best)
+            if self._log is not None:
+                self._log.checkpoint(next_step, best)
         if self._world > 1:
             dist.barrier()
 

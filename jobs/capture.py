@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle3_ray import capture, cli
+from eagle3_ray.commands.capture import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main(capture.__doc__ or "", capture.run, capture.dry_run))
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle3_ray import cli, evaluate
+from eagle3_ray.commands.evaluate import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main(evaluate.__doc__ or "", evaluate.run, evaluate.dry_run))
+    sys.exit(main())

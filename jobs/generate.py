@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle3_ray import cli, generate
+from eagle3_ray.commands.generate import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main(generate.__doc__ or "", generate.run, generate.dry_run))
+    sys.exit(main())

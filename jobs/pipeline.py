@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle3_ray import cli, pipeline
+from eagle3_ray.commands.pipeline import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main(pipeline.__doc__ or "", pipeline.run, pipeline.dry_run))
+    sys.exit(main())

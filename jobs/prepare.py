@@ -1,72 +1,8 @@
 """ray job submit -- python jobs/prepare.py OUT --source NAME=PATH ... [--against EVAL ...] [--limit N] [--ngram N]"""
 
-import argparse
-import json
 import sys
 
-from eagle3_ray import prepare
-from eagle3_ray.errors import explain
-from eagle3_ray.instruction_sets import PUBLIC_SETS
-from eagle3_ray.prompts import PromptSourceError
-from eagle3_ray.runs import RunError
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=prepare.__doc__, epilog=_help(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", metavar="OUT", help="the folder to make; prompts.path of the generate job")
-    parser.add_argument(
-        "--source",
-        dest="sources",
-        metavar="SOURCE",
-        nargs="+",
-        action="extend",
-        required=True,
-        help="NAME=PATH (a file, folder or glob of .jsonl, .jsonl.gz, .jsonl.zst, .parquet; local, s3://, gs://), "
-        "NAME=hf://DATASET[:SPLIT], or the name of a public set (below); of two copies the one in the earlier source "
-        "stays",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="EVAL",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="evaluation sets, as paths or hf://; a prompt that shares words with one is set aside",
-    )
-    parser.add_argument("--limit", metavar="N", type=int, help="at most so many prompts in each partition")
-    parser.add_argument(
-        "--ngram", metavar="N", type=int, default=13, help="so many words in a row count as shared (default 13)"
-    )
-    arguments = parser.parse_args()
-    try:
-        summary = prepare.run(
-            arguments.out, arguments.sources, arguments.against, limit=arguments.limit, ngram=arguments.ngram
-        )
-    except (prepare.PrepareError, PromptSourceError, RunError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"STOPPED: {explain(error)}", file=sys.stderr)
-        return 1
-    for warning in summary["warnings"]:
-        print(f"WARNING: {warning}", file=sys.stderr)
-    print(json.dumps(summary), flush=True)
-    return 0
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            "a row: messages (OpenAI roles), conversations (ShareGPT), prompt, instruction with input (Alpaca),",
-            "  question, problem, query, or turns (MT-bench); answers in it are dropped",
-            "public sets, with the extra `pip install 'eagle3_ray[datasets]'`:",
-            *(f"  {name}: {public}" for name, public in PUBLIC_SETS.items()),
-            "exit codes: 0 prepared, 1 stopped (the same command starts anew), 2 something has to be changed first",
-        ]
-    )
-
+from eagle3_ray.commands.prepare import main
 
 if __name__ == "__main__":
     sys.exit(main())

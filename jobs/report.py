@@ -1,25 +1,8 @@
-"""Writes RUN/report.html, which opens in any browser, and the same numbers as RUN/report.json.
+"""python jobs/report.py RUN"""
 
-python jobs/report.py RUN
-"""
-
-import argparse
 import sys
 
-from eagle3_ray.report import write_report
-from eagle3_ray.runs import RunDir, RunError
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="a run directory")
-    try:
-        print(write_report(RunDir(parser.parse_args().run)))
-    except RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
-
+from eagle3_ray.commands.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle3_ray import cli, train
+from eagle3_ray.commands.train import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main(train.__doc__ or "", train.run, train.dry_run))
+    sys.exit(main())

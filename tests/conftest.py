@@ -1,6 +1,7 @@
 """A Ray cluster of this machine, made when the first test asks for it, and a target model for jobs on it."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import ray
 
 from tests.jobs import Jobs
 from tests.tiny_target import make_tiny_target
+
+
+@pytest.fixture(autouse=True)
+def _usual_sigterm() -> Iterator[None]:
+    """A job that runs in this process changes what SIGTERM does; the next test's children would inherit it."""
+    usual = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, usual)
 
 
 @pytest.fixture(scope="session")

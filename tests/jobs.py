@@ -121,6 +121,12 @@ def assert_sound(run: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
+def assert_times_add_up(summary: dict[str, Any]) -> None:
+    """A stage's seconds of starting up and of work are parts of its whole time, but for rounding to 0.1 s."""
+    assert summary["start_up_s"] > 0
+    assert 0 < summary["busy_s"] <= summary["wall_s"] - summary["start_up_s"] + 0.2
+
+
 def row_requests(*servers: FakeServer) -> list[dict[str, Any]]:
     """The servers' requests for rows, without those of the probe, in the order of arrival."""
     found = [entry for server in servers for entry in server.requests() if not entry["rid"].startswith("probe")]

@@ -23,6 +23,9 @@ class Sabotaged:
     def capture(self, sequences: Sequence[TokenSequence]) -> list[States]:
         return self._change(self._target.capture(sequences), sequences)
 
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        self._target.prefill(sequences)
+
     def close(self) -> None:
         self._target.close()
 

@@ -1,5 +1,6 @@
 """Small models with random weights, in moments."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,21 @@ def tiny_gemma(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=16, initializer_range=0.2)
     Gemma3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def model_with_code(folder: Path) -> Path:
+    """The tiny Llama under a name that only the Python file beside it knows."""
+    tiny_llama(folder)
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "odd_model.OddConfig", "AutoModelForCausalLM": "odd_model.OddForCausalLM"}
+    odd = {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config | odd))
+    (folder / "odd_model.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n"
+        "class OddConfig(LlamaConfig):\n    model_type = 'odd'\n\n"
+        "class OddForCausalLM(LlamaForCausalLM):\n    config_class = OddConfig\n"
+    )
     return folder
 
 

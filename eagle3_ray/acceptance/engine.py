@@ -6,6 +6,7 @@ absent where an answer needed no verify step, and on a server that has no drafte
 """
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from eagle3_ray.sglang.protocol import Refused, Sampling, Transient, Unauthorize
 from eagle3_ray.sglang.transport import get, open_session, post
 
 _ATTEMPTS = 4
+_SAY_EVERY_S = 10.0
 _WAIT_S = 2.0  # before the second attempt; doubles
 
 
@@ -146,13 +148,24 @@ async def _measure(
         async with free:
             return await _ask(session, url, prompt, sampling)
 
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(_SAY_EVERY_S)
+            done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+            speed = sum(len(one.output_ids) for one in done) / (time.perf_counter() - started)
+            print(f"  {len(done)}/{len(tasks)} answers, {speed:.0f} tokens/s", file=sys.stderr, flush=True)
+
     async with open_session(api_key, timeout_s=3600) as session:
         started = time.perf_counter()
+        tasks: list[asyncio.Task[Served]] = []
+        telling = asyncio.get_running_loop().create_task(tell())
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(session, prompt)) for prompt in prompts]
+                tasks += [group.create_task(one(session, prompt)) for prompt in prompts]
         except* EngineFailed as failures:
             raise failures.exceptions[0] from None
+        finally:
+            telling.cancel()
         wall_s = time.perf_counter() - started
     return Measured(tuple(task.result() for task in tasks), concurrency, wall_s)
 
@@ -182,7 +195,10 @@ def read_answer(body: Any, rid: str, prompt: EvalPrompt, sampling: Sampling) -> 
     if counters and isinstance(meta, dict):  # `check` takes them for a mistake: training data comes from plain servers
         body = {**body, "meta_info": {name: value for name, value in meta.items() if name not in counters}}
     answer = check(body, rid, prompt.prompt_ids, sampling)
-    prefills = 1 + int(body["meta_info"].get("num_retractions", 0))  # a request that lost its place starts anew
+    retractions = body["meta_info"].get("num_retractions", 0)  # a request that lost its place is prefilled anew
+    if type(retractions) is not int:
+        raise WrongAnswer(f"num_retractions is {retractions!r}, no whole number")
+    prefills = 1 + retractions
     acceptance = _acceptance(counters, len(answer.output_ids) - prefills)
     return Served(prompt, tuple(answer.output_ids), answer.finish_reason, acceptance)
 
@@ -195,5 +211,5 @@ def _acceptance(counters: Mapping[str, Any], tokens: int) -> Acceptance | None:
         return Acceptance(1, tokens, counters["spec_verify_ct"], histogram)
     except KeyError as error:
         raise WrongAnswer(f"meta_info has speculation counters but no {error}; use sglang 0.5.23") from None
-    except (ValueError, TypeError) as error:
+    except (ArithmeticError, ValueError, TypeError) as error:
         raise WrongAnswer(f"the speculation counters contradict the answer: {error}") from None

@@ -95,7 +95,7 @@ def turn_prompts(
 def _question(raw: bytes, dataset: str, line: int) -> Question:
     try:
         row = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadPrompt(f"not JSON: {error}") from None
     category = ""
     if isinstance(row, dict):

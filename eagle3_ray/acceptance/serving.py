@@ -29,6 +29,7 @@ class Serving:
     launch: str = ""
     gpus: int = 0
     endpoints: tuple[tuple[str, str], ...] = ()
+    args: tuple[str, ...] = ()  # more of SGLang's arguments
 
     @contextmanager
     def engine(self, drafter: str) -> Iterator[str]:
@@ -38,24 +39,25 @@ class Serving:
             ServerFailed, RayError: it did not start; the message has the end of its log.
         """
         running = dict(self.endpoints).get(drafter)
-        speculation = [] if drafter == PLAIN else speculative_arguments(Path(drafter).absolute(), self.steps)
         if running is not None:
             yield running
         elif self.gpus:
-            with self._on_gpus(speculation) as url:
+            with self._on_gpus(self.arguments(drafter)) as url:
                 yield url
         else:
-            with self._on_this_cpu(drafter, speculation) as server:
+            with Server(Path(self.target), args=self.arguments(drafter)) as server:
                 yield server.url
 
-    def _on_this_cpu(self, drafter: str, speculation: list[str]) -> Server:
-        folder = None if drafter == PLAIN else Path(drafter).absolute()
-        return Server(Path(self.target), drafter=folder, args=speculation)
+    def arguments(self, drafter: str) -> list[str]:
+        """SGLang's arguments for an engine with this drafter, or for PLAIN without one."""
+        if drafter == PLAIN:
+            return list(self.args)
+        return [*self.args, *speculative_arguments(Path(drafter).absolute(), self.steps)]
 
     @contextmanager
-    def _on_gpus(self, speculation: list[str]) -> Iterator[str]:
+    def _on_gpus(self, args: list[str]) -> Iterator[str]:
         actor = ray.remote(ManagedServer).options(num_cpus=1, num_gpus=self.gpus, max_concurrency=4)
-        server = actor.remote(self.target, self.gpus, self.launch, speculation)
+        server = actor.remote(self.target, self.gpus, self.launch, args)
         try:
             yield ray.get(server.url.remote())
         finally:

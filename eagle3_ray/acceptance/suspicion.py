@@ -30,6 +30,7 @@ def examine(
     target: TargetFiles,
     answers: Sequence[Served],
     steps: int,
+    trust_remote_code: bool = False,
 ) -> list[Finding]:
     """Why the served acceptance length is what it is; empty where nothing is wrong with it.
 
@@ -55,7 +56,7 @@ def examine(
     evidence = Evidence(
         target_config=text_config(target.config),
         embed_tokens=load_parts(target.folder, torch.float32).embed_tokens,
-        at_layers=lambda layers: _record(target.folder, sequences, layers),
+        at_layers=lambda layers: _record(target.folder, sequences, layers, trust_remote_code),
         steps=steps,
     )
     return diagnose_folder(drafter, evidence, served, expected)
@@ -82,8 +83,10 @@ def _sequences(answers: Sequence[Served]) -> list[TokenSequence]:
     ]
 
 
-def _record(folder: Path, sequences: Sequence[TokenSequence], layers: tuple[int, ...]) -> Recorded:
-    target = TransformersTarget(folder, layers, "float32")
+def _record(
+    folder: Path, sequences: Sequence[TokenSequence], layers: tuple[int, ...], trust_remote_code: bool
+) -> Recorded:
+    target = TransformersTarget(folder, layers, "float32", trust_remote_code=trust_remote_code)
     try:
         return list(zip(sequences, target.capture(sequences), strict=True))
     finally:

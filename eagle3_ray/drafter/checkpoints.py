@@ -1,21 +1,26 @@
 """Published drafters: the layouts of SGLang, vLLM and SpecForge, safetensors or torch files, read into our model.
 
 Every tensor of the file and every tensor of the model is accounted for. A server skips what it does not know and says
-nothing of what it lacks; here both are errors with names.
+nothing of what it lacks; here both are errors with names. Our own exports are sealed with a hash of all tensors.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
+
+SEAL, CONFIG_SEAL = "eagle3_ray.sha256", "eagle3_ray.config_sha256"
+"""Keys of the safetensors metadata that hold the hashes of an exported drafter's tensors, and of its config.json."""
 
 _PREFIXES = ("draft_model.", "module.", "model.")  # SpecForge's training states, DDP, vLLM's nesting
 _RENAMED = {
@@ -40,24 +45,21 @@ def load_drafter(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafte
         DrafterConfigError: the config describes no drafter that we train.
     """
     config = DrafterConfig.from_json(read_config(folder), target_config)
-    drafter = Eagle3Drafter(config)
+    shapes = _shapes(config)
     tensors = {plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_NOT_OURS)}
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-    if "d2t" in tensors:
-        try:
-            vocabulary = DraftVocabulary.inherited(tensors["d2t"], config.vocab_size)
-        except ValueError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
-        if "t2d" in tensors and not torch.equal(tensors["t2d"].bool(), vocabulary.t2d):
-            raise CheckpointError(f"{folder}: d2t and t2d name different tokens, so one of them is stale.")
-        tensors["d2t"], tensors["t2d"] = vocabulary.d2t, vocabulary.t2d
-    expected = drafter.state_dict()
-    tensors.setdefault("aux_scale", expected["aux_scale"])
-    problems = mismatches({name: tuple(tensor.shape) for name, tensor in expected.items()}, tensors)
+    if "d2t" in tensors and "t2d" not in tensors:
+        tensors["t2d"] = _drafted(folder, tensors["d2t"], config)
+    tensors.setdefault("aux_scale", torch.ones(shapes["aux_scale"]))
+    problems = mismatches(shapes, tensors)
     if problems:
         raise CheckpointError(f"{folder} does not fit its config.json: {'; '.join(problems)}.")
+    if not torch.equal(tensors["t2d"].bool(), _drafted(folder, tensors["d2t"], config)):
+        raise CheckpointError(f"{folder}: d2t and t2d name different tokens, so one of them is stale.")
+    drafter = Eagle3Drafter(config)
+    expected = drafter.state_dict()
     drafter.load_state_dict({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
     return drafter
 
@@ -87,29 +89,100 @@ def read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json, so it is no drafter.") from None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / 'config.json'} is damaged ({error}): fetch the drafter again.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is damaged (no JSON object): fetch the drafter again.")
     return config
 
 
+def sealed_config(folder: Path) -> dict[str, Any]:
+    """`read_config` of an exported drafter, which must not have been edited. Raises CheckpointError: it was."""
+    config = read_config(folder)
+    for file in folder.glob("*.safetensors"):
+        with _opened(file) as opened:
+            sealed = (opened.metadata() or {}).get(CONFIG_SEAL)
+        if sealed not in (None, hash_of(folder / "config.json")):
+            raise CheckpointError(f"{folder / 'config.json'} is not as it was exported: export the drafter again.")
+    return config
+
+
+def hash_of(file: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, else of its torch files; those cannot run code (weights only)."""
+    """All tensors of the folder's safetensors files, else of its torch files; those cannot run code (weights only).
+
+    Raises:
+        CheckpointError: there are none, or a file is damaged or was changed after its export.
+    """
     tensors: dict[str, Tensor] = {}
     files = sorted(folder.glob("*.safetensors")) or sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt")])
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors, pytorch_model*.bin or *.pt file.")
     for file in files:
-        if file.suffix == ".safetensors":
-            loaded = load_file(file)
-        else:
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-            for wrapper in ("model_state_dict", "state_dict", "model"):
-                if isinstance(loaded.get(wrapper), dict):
-                    loaded = loaded[wrapper]
+        loaded = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch_file(file)
         for name, tensor in loaded.items():
-            if not isinstance(tensor, Tensor):
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise CheckpointError(f"{file}: {name} is no tensor but {type(tensor).__name__}.")
             if name in tensors:
                 raise CheckpointError(f"{file}: {name} is in another file of the folder, too.")
             tensors[name] = tensor
     return tensors
+
+
+def seal(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes of all tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    with _opened(file) as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        sealed = (opened.metadata() or {}).get(SEAL)
+    if sealed is not None and sealed != seal(tensors):
+        raise CheckpointError(f"{file} is damaged (its tensors are not those that were exported): export it again.")
+    return tensors
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}): fetch or export the drafter again.") from None
+
+
+def _read_torch_file(file: Path) -> dict[Any, Any]:
+    try:
+        loaded = load_plain(file)
+    except UnreadableTorchFile as error:
+        raise CheckpointError(f"{error} Fetch the drafter again, as safetensors if there are any.") from None
+    for wrapper in ("model_state_dict", "state_dict", "model"):
+        if isinstance(loaded.get(wrapper), dict):
+            loaded = loaded[wrapper]
+    return loaded
+
+
+def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """What the drafter's tensors have to be; nothing of their size is allocated."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
+
+
+def _drafted(folder: Path, d2t: Tensor, config: DrafterConfig) -> Tensor:
+    """Which of the target's tokens `d2t` leads to, bool [V]."""
+    if tuple(d2t.shape) != (config.draft_vocab_size,) or d2t.is_floating_point():
+        raise CheckpointError(
+            f"{folder}: d2t is {d2t.dtype} {list(d2t.shape)}, not the {config.draft_vocab_size} whole numbers of "
+            "config.json's draft_vocab_size."
+        )
+    try:
+        return DraftVocabulary.inherited(d2t, config.vocab_size).t2d
+    except (ValueError, IndexError) as error:
+        raise CheckpointError(f"{folder}: {error}") from None

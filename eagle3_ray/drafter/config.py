@@ -12,6 +12,7 @@ from eagle3_ray.drafter.rope import rope_frequencies
 
 LLAMA = "LlamaForCausalLMEagle3"
 MLA = "Eagle3DeepseekV2ForCausalLM"
+_LARGEST = 1 << 24  # of any size; beyond it a config is damaged
 
 
 class DrafterConfigError(ValueError):
@@ -48,6 +49,10 @@ class DrafterConfig:
     deepseek_target: bool = False  # its SGLang class counts layer ids in its own way
 
     def __post_init__(self) -> None:
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in (*sizes, "max_position_embeddings", "vocab_size"):
+            if not 0 < getattr(self, name) < _LARGEST:
+                raise DrafterConfigError(f"{name} {getattr(self, name)} must be from 1 to {_LARGEST - 1}.")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise DrafterConfigError(
                 f"draft_vocab_size {self.draft_vocab_size} must be from 1 to the target's vocab_size {self.vocab_size}."
@@ -160,8 +165,20 @@ class DrafterConfig:
         """The drafter of a published config.json; what it leaves out (layers, RoPE) is the target's.
 
         Raises:
-            DrafterConfigError: another architecture, more than one layer, or a switch that is not trained here.
+            DrafterConfigError: another architecture, more than one layer, a switch that is not trained here, or a field
+                that is missing or no number.
         """
+        try:
+            return cls._from_json(config, target_config)
+        except DrafterConfigError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DrafterConfigError(
+                f"The drafter's config.json cannot be used: {type(error).__name__} {error}."
+            ) from None
+
+    @classmethod
+    def _from_json(cls, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> "DrafterConfig":
         base = cls.from_target(target_config, draft_vocab_size=1)
         architecture = (config.get("architectures") or ["missing"])[0]
         mla = architecture == MLA

@@ -11,7 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter, mismatches, read_config, read_tensors
+from eagle3_ray.drafter.checkpoints import (
+    CONFIG_SEAL,
+    SEAL,
+    CheckpointError,
+    hash_of,
+    load_drafter,
+    mismatches,
+    read_config,
+    read_tensors,
+    seal,
+    sealed_config,
+)
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 
@@ -37,7 +48,9 @@ def export(
     fresh.mkdir(parents=True)
     config = drafter.config.to_json() | {"dtype": str(dtype).removeprefix("torch.")}
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(exported_tensors(drafter, dtype), fresh / WEIGHTS, metadata={"format": "pt"})
+    tensors = exported_tensors(drafter, dtype)
+    seals = {SEAL: seal(tensors), CONFIG_SEAL: hash_of(fresh / "config.json")}
+    save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt", **seals})
     if card is not None:
         (fresh / "README.md").write_text(card)
     for file in fresh.iterdir():
@@ -88,6 +101,7 @@ def validate(folder: Path, target_config: Mapping[str, Any], expected: DrafterCo
         problems.append(f"config.json reads back as {config}, not {expected}")
     if problems:
         raise CheckpointError(f"{folder} would not serve as trained: {'; '.join(problems)}.")
+    sealed_config(folder)
     return config
 
 

@@ -94,9 +94,10 @@ def _complete(stage: dict[str, Any] | None) -> bool:
 def _next(run: RunDir, manifest: dict[str, Any], stage: str) -> str:
     """The command that runs the stage: its own where it began, else an earlier stage's with the other job's name."""
     for known in STAGES[: STAGES.index(stage) + 1][::-1]:
-        command = manifest.get(known, {}).get("command")
+        command: str | None = manifest.get(known, {}).get("command")
         if command is not None:
-            command = str(command).replace(f"jobs/{known}.py", f"jobs/{stage}.py")  # jobs/pipeline.py stays as it is
+            for form in ("jobs/{}.py", "eagle3-{}"):  # the pipeline's stays as it is
+                command = command.replace(form.format(known), form.format(stage), 1)
             questions = "" if stage != EVALUATE or "evaluate.prompts" in command else " evaluate.prompts=QUESTIONS"
             return command + questions
     return f"python jobs/{stage}.py PRESET_OR_YAML run.dir={run.path}"

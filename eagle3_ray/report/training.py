@@ -1,13 +1,12 @@
 """The training of a run as curves: what `steps.jsonl` says, thinned to a few hundred points."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import RunDir, read_json
 from eagle3_ray.train_log import LOG, read_log
 
 TRAIN = "train"
@@ -80,7 +79,7 @@ def _drafter(folder: str | None) -> dict[str, Any] | None:
     path = Path(folder or "") / "config.json"
     if not folder or not path.exists():
         return None
-    config = json.loads(path.read_text())
+    config = read_json(path, "Export the drafter again.")
     names = ("architectures", "draft_vocab_size", "vocab_size", "hidden_size", "intermediate_size", "torch_dtype")
     weights = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
     return {**{name: config[name] for name in names if name in config}, "bytes": weights}

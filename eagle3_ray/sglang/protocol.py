@@ -3,10 +3,11 @@
 Ids in, ids out; the answer's text is never read. Field names and behaviour are those of sglang 0.5.23.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_LEAST = -3e38  # the lowest log-probability that the float32 of a row can hold
 
 
 class Transient(Exception):
@@ -121,7 +122,7 @@ def check(body: Any, rid: str, prompt_ids: Sequence[int], sampling: Sampling) ->
     _check_ids(ids, counted, sampling)
     _check_finish(kind, matched, ids, sampling)
     logprobs = _checked_logprobs(meta, ids) if sampling.logprobs else None
-    return Answer(ids, logprobs, kind, matched, weight_version)
+    return Answer(ids, logprobs, kind, matched if kind == "stop" else None, weight_version)
 
 
 def _check_ids(ids: Any, counted: Any, sampling: Sampling) -> None:
@@ -160,6 +161,6 @@ def _checked_logprobs(meta: dict[str, Any], ids: list[int]) -> list[float]:
     if [token for _, token in pairs] != ids:
         raise WrongAnswer("the ids in output_token_logprobs are not the output ids")
     values = [value for value, _ in pairs]
-    if not all(type(value) in (int, float) and -math.inf < value <= 1e-3 for value in values):  # NaN arrives as null
+    if not all(type(value) in (int, float) and _LEAST < value <= 1e-3 for value in values):  # NaN arrives as null
         raise WrongAnswer("a log-probability is not a number of at most 0")
     return values

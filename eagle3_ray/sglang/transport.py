@@ -43,7 +43,7 @@ async def _json(response: aiohttp.ClientResponse) -> Any:
     if status == 200:
         try:
             return await response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Transient("not JSON", str(error)[:200]) from None
     detail = (await response.text(errors="replace"))[:500]
     if status == 429 or status == 408 or status >= 500:

@@ -40,11 +40,14 @@ class TargetFiles:
 
     def stop_ids(self) -> list[int]:
         """The tokens that end an answer: `eos_token_id` of generation_config.json, else of config.json."""
-        places = (_read_json(self.folder / "generation_config.json", missing={}), self._text_config, self.config)
+        places = (read_json(self.folder / "generation_config.json", missing={}), self._text_config, self.config)
         eos: int | list[int] = next(
             (place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), []
         )
-        return [eos] if isinstance(eos, int) else sorted(set(eos))
+        ids = [eos] if isinstance(eos, int) else eos
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            raise TargetError(f"{self.folder}: eos_token_id is {eos!r}, not token ids. Fetch the target model again.")
+        return sorted(set(ids))
 
     def fingerprint(self) -> dict[str, str | None]:
         """Hashes of tokenizer, its settings, chat template, config and weights (sampled); None where there is none."""
@@ -75,11 +78,8 @@ def resolve(model: str, weights: bool = False) -> TargetFiles:
     folder = Path(model)
     if not folder.is_dir():
         folder = _fetch(model, weights)
-    config = _read_json(folder / "config.json", missing=None)
-    if config is None:
-        raise TargetError(f"target.model={model}: {folder} has no config.json, so it is no model folder.")
-    files = TargetFiles(model, folder, config)
-    if "vocab_size" not in files._text_config:
+    files = TargetFiles(model, folder, read_config(folder))
+    if not isinstance(files._text_config.get("vocab_size"), int):
         raise TargetError(f"target.model={model}: {folder / 'config.json'} does not tell vocab_size.")
     if weights and files.fingerprint()["target.weights"] is None:
         raise TargetError(f"target.model={model}: {folder} holds no weights, which this stage needs. Put them there.")
@@ -101,11 +101,22 @@ def _fetch(model: str, weights: bool) -> Path:
         ) from None
 
 
-def _read_json(path: Path, missing: Any) -> Any:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model folder. Raises TargetError: it is missing or damaged."""
+    if not (folder / "config.json").exists():
+        raise TargetError(f"target.model: {folder} has no config.json, so it is no model folder.")
+    return read_json(folder / "config.json", missing={})
+
+
+def read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object in a file of the target, `missing` where there is no such file. Raises TargetError: damaged."""
     try:
-        return json.loads(path.read_text()) if path.exists() else missing
-    except ValueError as error:
+        value = json.loads(path.read_text()) if path.exists() else missing
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{path} is damaged ({error}). Fetch the target model again.") from None
+    if not isinstance(value, dict):
+        raise TargetError(f"{path} is damaged (it holds no JSON object). Fetch the target model again.")
+    return value
 
 
 def _hash_files(paths: Iterable[Path], sampled: bool = False) -> str | None:

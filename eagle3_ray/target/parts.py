@@ -1,19 +1,20 @@
 """The target's embedding, output head, final norm and config, read from its files without loading the model."""
 
-import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from eagle3_ray.target.files import TargetError
+from eagle3_ray.target.files import TargetError, read_config, read_json
 from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.protocol import TargetParts
 
 _EMBED = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _NORM = "norm.weight"
+_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens)\.(?!weight$|bias$)")  # weight_packed, qweight, weight_scale, ...
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.", "transformer.")
 _INDEX = "model.safetensors.index.json"
 
@@ -27,12 +28,14 @@ def load_parts(folder: Path, dtype: torch.dtype) -> TargetParts:
     Raises:
         TargetError: a file or tensor is missing, or is stored quantised.
     """
-    config_file = folder / "config.json"
-    if not config_file.exists():
-        raise TargetError(f"{folder} has no config.json, so it is no model folder.")
-    whole = json.loads(config_file.read_text())
+    whole = read_config(folder)
     config = text_config(whole)
     where = _tensor_files(folder)
+    if quantised := [name for name in sorted(where) if _QUANTISED.search(name)]:
+        raise TargetError(
+            f"{folder} stores its head or embedding quantised ({quantised[0]}). Give a checkpoint "
+            "that leaves both as they were trained."
+        )
     embed = _read(where, (_EMBED, "wte.weight"), folder, dtype)
     norm = _read(where, (_NORM, "final_layernorm.weight"), folder, dtype)
     head_stored = any(prefix + _HEAD in where for prefix in _PREFIXES)
@@ -54,11 +57,13 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file."""
     index = folder / _INDEX
     if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map = read_json(index, missing={}).get("weight_map")
+        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+            raise TargetError(f"{index} is damaged (it names no files of its folder). Fetch the target model again.")
         return {name: folder / file for name, file in weight_map.items()}
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with _opened(path) as file:
             where |= dict.fromkeys(file.keys(), path)
     if not where:
         raise TargetError(f"{folder} holds no safetensors files. Convert or fetch the target's weights as safetensors.")
@@ -72,10 +77,17 @@ def _read(where: dict[str, Path], names: Sequence[str], folder: Path, dtype: tor
     path = where[found]
     if not path.exists():
         raise TargetError(f"{path} is missing, which holds {found}. Fetch the target's weights.")
-    with safe_open(path, "pt") as file:
+    with _opened(path) as file:
         tensor: torch.Tensor = file.get_tensor(found)
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise TargetError(
             f"{found} in {path.name} is stored as {tensor.dtype}. Give a checkpoint whose head is not quantised."
         )
     return tensor.to(dtype)
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise TargetError(f"{path} is damaged ({error}). Fetch the target's weights again.") from None

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagle3_ray.target.model import load_model
 from eagle3_ray.target.on_policy import Limit, OnPolicyLimits, Score, on_policy
 from eagle3_ray.target.protocol import AUX_LAYERS, CaptureError, States, Target, TargetParts, TokenSequence
 
@@ -83,11 +84,11 @@ def self_check(
         _same(reference, alone, f"of the layers {target.layers}, a second route finds other states", parts)
 
 
-def second_route(folder: Path, layers: Sequence[int], sequence: TokenSequence, dtype: torch.dtype) -> States:
+def second_route(
+    folder: Path, layers: Sequence[int], sequence: TokenSequence, dtype: torch.dtype, trust_remote_code: bool = False
+) -> States:
     """The same states from transformers' own `output_hidden_states`, on the CPU. Loads the whole model: once a run."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).get_decoder().eval()
+    model = load_model(folder, dtype, trust_remote_code).get_decoder().eval()
     with torch.no_grad():
         out = model(torch.from_numpy(sequence.ids).long()[None], output_hidden_states=True, use_cache=False)
     aux = torch.cat([out.hidden_states[layer][0] for layer in layers], dim=-1)

@@ -21,6 +21,14 @@ class TargetDead(RuntimeError):
     """The engine behind a target is gone; the sequences are not at fault: replace the target and send them again."""
 
 
+class BatchHalved(UserWarning):
+    """The target goes on with smaller forward passes."""
+
+
+class TargetReplaced(UserWarning):
+    """The engine died and was started again."""
+
+
 @dataclass(frozen=True)
 class TokenSequence:
     """What the target consumed and produced: `ids` int32 [T], of which the first `prompt_tokens` are the prompt.
@@ -91,6 +99,13 @@ class Target(Protocol):
 
         Raises:
             CaptureError: states are missing or wrong.
+            TargetDead: the engine is gone.
+        """
+
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        """Reads the sequences and gives nothing away: the speed that capturing is compared with.
+
+        Raises:
             TargetDead: the engine is gone.
         """
 

@@ -5,7 +5,6 @@ batches. The server is ours (started and ended here) or one that runs already.
 """
 
 import asyncio
-import json
 import tempfile
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -22,7 +21,7 @@ from eagle3_ray.sglang import capture_plugin, transport
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
 from eagle3_ray.sglang_cpu.processes import ServerFailed, ServerProcess
 from eagle3_ray.target import sglang_server
-from eagle3_ray.target.files import TargetError
+from eagle3_ray.target.files import TargetError, read_config
 from eagle3_ray.target.layers import resolve_layers, sglang_layer_ids, text_config
 from eagle3_ray.target.protocol import CaptureError, States, TargetDead, TokenSequence
 
@@ -36,7 +35,7 @@ _Result = TypeVar("_Result")
 class SGLangTarget:
     """States of the model in `folder` from the server at `url`, which computes in `dtype`.
 
-    `connect` finds a running server, `start` starts one on GPUs and `start_on_cpu` one on the CPU.
+    `connect` finds a running server, `start` starts one on GPUs or on the CPU.
     """
 
     def __init__(
@@ -58,62 +57,42 @@ class SGLangTarget:
             TargetError: the server was started with other flags; names the one.
             TargetDead: nobody answers.
         """
-        config = _config(folder)
+        config = read_config(folder)
         chosen = resolve_layers(config, layers)
         target = cls(url, config, chosen, dtype)
         _check_flags(url, target._run(target._server_info()), sglang_layer_ids(config, chosen))
         return target
 
     @classmethod
-    def start_on_cpu(
+    def start(
         cls,
         folder: Path,
         layers: Sequence[int] | None = None,
         dtype: str = "float32",
         args: Sequence[str] = (),
+        gpus: int = 0,
+        launch: str = "",
         most_bytes: int = MOST_BYTES,
     ) -> Self:
-        """A server of `eagle3_ray.sglang_cpu`; `args` are more SGLang arguments. Raises TargetDead."""
-        config = _config(folder)
+        """A server over `gpus` GPUs started by `launch` (`python -m sglang.launch_server`), or on the CPU for 0 GPUs.
+
+        `args` are more SGLang arguments. Raises TargetDead where it does not start.
+        """
+        config = read_config(folder)
         chosen = resolve_layers(config, layers)
-
-        def make(env: Mapping[str, str], _log: Path) -> ServerProcess:
-            return sglang_server.cpu_server(folder, config, chosen, ["--dtype", dtype, *args], env)
-
-        return cls._started(make, config, chosen, dtype, most_bytes)
-
-    @classmethod
-    def start(
-        cls,
-        command: Sequence[str],
-        folder: Path,
-        layers: Sequence[int] | None = None,
-        dtype: str = "bfloat16",
-        most_bytes: int = MOST_BYTES,
-        startup_timeout_s: float = 3600,
-    ) -> Self:
-        """A server started with `command` (`PYTHON -m sglang.launch_server --tp-size 8`). Raises TargetDead."""
-        config = _config(folder)
-        chosen = resolve_layers(config, layers)
-
-        def make(env: Mapping[str, str], log: Path) -> ServerProcess:
-            return sglang_server.gpu_server(command, folder, config, chosen, dtype, env, log, startup_timeout_s)
-
-        return cls._started(make, config, chosen, dtype, most_bytes)
-
-    @classmethod
-    def _started(cls, make: Any, config: dict[str, Any], layers: tuple[int, ...], dtype: str, most_bytes: int) -> Self:
         with ExitStack() as cleanup:
             scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="eagle3_ray-capture-")))
             capture_plugin.sweep(sglang_server.SHARED_MEMORY)
             cleanup.callback(capture_plugin.sweep, sglang_server.SHARED_MEMORY)
             env = sglang_server.plugin_environment(scratch / "plugin", sglang_server.SHARED_MEMORY, most_bytes)
-            server: ServerProcess = make(env, scratch / "server.log")
+            server = sglang_server.capturing_server(
+                folder, config, chosen, dtype, env, scratch / "server.log", args, gpus, launch
+            )
             try:
                 cleanup.enter_context(server)
             except ServerFailed as error:
                 raise TargetDead(str(error)) from None
-            target = cls(server.url, config, layers, dtype)
+            target = cls(server.url, config, chosen, dtype)
             target.server = server
             target._cleanup = cleanup.pop_all()
             return target
@@ -121,6 +100,10 @@ class SGLangTarget:
     def capture(self, sequences: Sequence[TokenSequence]) -> list[States]:
         """See `Target.capture`. Threads may call it side by side."""
         return self._run(self._capture_all(sequences))
+
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        """See `Target.prefill`; all of them in flight at once, as for `capture`."""
+        self._run(self._prefill_all(sequences))
 
     def logprobs(self, sequence: TokenSequence) -> list[float]:
         """The engine's own log-probability of each token but the first, float [T - 1], at temperature 1."""
@@ -151,6 +134,10 @@ class SGLangTarget:
         if failed:
             raise next((error for error in failed if isinstance(error, TargetDead)), failed[0])
         return [states for states in found if isinstance(states, States)]
+
+    async def _prefill_all(self, sequences: Sequence[TokenSequence]) -> None:
+        async with transport.open_session(None, self._timeout_s) as session:
+            await asyncio.gather(*(self._generate(session, one, {}) for one in sequences))
 
     async def _capture(self, session: aiohttp.ClientSession, sequence: TokenSequence) -> States:
         meta = await self._generate(session, sequence, {"return_hidden_states": True})
@@ -225,14 +212,6 @@ def _take(path: Path) -> dict[str, torch.Tensor]:
         ) from None
     tensors: dict[str, torch.Tensor] = load(content)
     return tensors
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.exists():
-        raise TargetError(f"{folder} has no config.json, so it is no model folder.")
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
 
 
 def _check_flags(url: str, info: Mapping[str, Any], layer_ids: list[int]) -> None:

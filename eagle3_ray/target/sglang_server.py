@@ -1,19 +1,17 @@
 """How a capturing SGLang server is started: its arguments, the plugin where it can see it, and its end with ours."""
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from eagle3_ray.sglang import capture_plugin
+from eagle3_ray.sglang.gpu_server import gpu_server
 from eagle3_ray.sglang_cpu import Server
-from eagle3_ray.sglang_cpu.processes import HOST, ServerProcess, free_port
+from eagle3_ray.sglang_cpu.processes import ServerProcess
 from eagle3_ray.target.layers import sglang_layer_ids
 
 SHARED_MEMORY = Path("/dev/shm/eagle3_ray")
-_PARENT_WATCH = Path(capture_plugin.__file__).parents[1] / "sglang_cpu" / "in_venv" / "parent_watch.py"
 
 
 def capture_arguments(config: Mapping[str, Any], layers: Sequence[int]) -> list[str]:
@@ -56,34 +54,22 @@ def plugin_environment(folder: Path, shared_memory: Path, most_bytes: int) -> di
     }
 
 
-def cpu_server(
-    model: Path, config: Mapping[str, Any], layers: Sequence[int], args: Sequence[str], env: Mapping[str, str]
-) -> ServerProcess:
-    """A capturing server of the CPU environment, not started yet."""
-    return Server(model, args=[*capture_arguments(config, layers), *args], env=env)
-
-
-def gpu_server(
-    command: Sequence[str],
+def capturing_server(
     model: Path,
     config: Mapping[str, Any],
     layers: Sequence[int],
     dtype: str,
     env: Mapping[str, str],
     log: Path,
-    startup_timeout_s: float,
+    args: Sequence[str] = (),
+    gpus: int = 0,
+    launch: str = "",
 ) -> ServerProcess:
-    """A capturing server, not started yet, from `command`: `python -m sglang.launch_server --tp-size 8`, say.
+    """A capturing server over `gpus` GPUs, started by `launch`, or for 0 of the CPU environment. Not started yet.
 
-    It ends with this process, however this process ends.
+    `args` are more of SGLang's arguments; what capture needs stands behind them and wins.
     """
-    port = free_port()
-    options = ["--model-path", str(model), "--dtype", dtype, "--host", HOST, "--port", str(port)]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return ServerProcess(
-        [sys.executable, _PARENT_WATCH, *command, *options, *capture_arguments(config, layers)],
-        port=port,
-        env=inherited | {"EAGLE3_RAY_SERVER_PARENT": str(os.getpid())} | dict(env),
-        log=log,
-        startup_timeout_s=startup_timeout_s,
-    )
+    words = [*args, "--dtype", dtype, *capture_arguments(config, layers)]
+    if gpus == 0:
+        return Server(model, args=words, env=env, log=log)
+    return gpu_server(launch, str(model), gpus, words, env=env, log=log)

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from eagle3_ray.target.layers import resolve_layers
+from eagle3_ray.target.model import load_model
 from eagle3_ray.target.packed_attention import PACKED, NotPlainAttention, register, sequences_of
-from eagle3_ray.target.protocol import CaptureError, States, TokenSequence
+from eagle3_ray.target.protocol import BatchHalved, CaptureError, States, TokenSequence
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PACKING_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -27,6 +27,9 @@ class TransformersTarget:
 
     `device` is "cpu", "cuda" or one of several GPUs ("cuda:1"); None takes all GPUs of the process (one after the
     other, by layers), else the CPU. A forward pass holds at most `batch_tokens` tokens, or one longer sequence.
+
+    Raises:
+        TargetError: the folder's own code is needed, and `trust_remote_code` is off.
     """
 
     def __init__(
@@ -36,12 +39,11 @@ class TransformersTarget:
         dtype: Literal["float32", "bfloat16"] = "bfloat16",
         device: str | None = None,
         batch_tokens: int = 8192,
+        trust_remote_code: bool = False,
     ) -> None:
         register()
         spread = device is None and torch.cuda.device_count() > 1
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], **({"device_map": "auto"} if spread else {})
-        )
+        model = load_model(folder, DTYPES[dtype], trust_remote_code, **({"device_map": "auto"} if spread else {}))
         if not spread:
             model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._decoder: Any = model.get_decoder().eval()
@@ -79,6 +81,12 @@ class TransformersTarget:
             states.check(sequence, hidden_size, self._dtype)
         return found
 
+    def prefill(self, sequences: Sequence[TokenSequence]) -> None:
+        """See `Target.prefill`; the same batches as those of `capture`."""
+        for batch in self._batches(sequences):
+            self._read(batch)
+            self._inputs.clear()
+
     def close(self) -> None:
         """Frees the model's memory."""
         for hook in self._hooks:
@@ -111,20 +119,27 @@ class TransformersTarget:
         warnings.warn(
             f"Out of GPU memory with {tokens} tokens in a forward pass: going on with {self.batch_tokens} "
             "(capture.batch_tokens).",
+            BatchHalved,
             stacklevel=3,
         )
 
-    def _forward(self, batch: Sequence[TokenSequence]) -> list[States]:
+    def _read(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
+        """One forward pass: the final norm's output [T, H] of all sequences side by side."""
         lengths = [len(sequence.ids) for sequence in batch]
         device = self._decoder.get_input_embeddings().weight.device
         ids = torch.from_numpy(np.concatenate([sequence.ids for sequence in batch])).to(device, torch.int64)
         # transformers tells packed sequences by positions that begin again (masking_utils.find_packed_sequence_indices)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        with sequences_of(lengths), torch.no_grad():
+            last: torch.Tensor = self._decoder(
+                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            ).last_hidden_state[0]
+        return last
+
+    def _forward(self, batch: Sequence[TokenSequence]) -> list[States]:
+        lengths = [len(sequence.ids) for sequence in batch]
         try:
-            with sequences_of(lengths), torch.no_grad():
-                last = self._decoder(
-                    input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-                ).last_hidden_state[0]
+            last = self._read(batch)
             aux = [self._inputs[layer][0].to(last.device) for layer in self.layers]
         finally:
             self._inputs.clear()

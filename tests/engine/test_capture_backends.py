@@ -1,9 +1,10 @@
 """Hidden states of a real model from a real SGLang and from transformers, and what is found when they are spoiled."""
 
 import json
+import statistics
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,12 +32,14 @@ QUESTIONS = (
     "Name three animals that live in the sea.",
     "Explain in one sentence why the sky is blue.",
     "Translate 'good morning' into Spanish and French.",
+    "What should I pack for a weekend in the mountains?",
+    "Who wrote Romeo and Juliet, and when?",
 )
 
 
 @pytest.fixture(scope="module")
 def server_target(cpu_model: Path) -> Iterator[SGLangTarget]:
-    target = SGLangTarget.start_on_cpu(cpu_model)
+    target = SGLangTarget.start(cpu_model)
     yield target
     target.close()
 
@@ -63,16 +66,19 @@ def generate(url: str, prompt: list[int], temperature: float) -> Generated:
 
 @pytest.fixture(scope="module")
 def generated(server_target: SGLangTarget, cpu_model: Path) -> list[Generated]:
-    """Half of them greedy, half drawn at 0.7 with top-p."""
+    """Of every question a greedy answer and two drawn with top-p."""
     tokenizer = AutoTokenizer.from_pretrained(cpu_model)
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False)
         for q in QUESTIONS
     ]
-    temperatures = [0.0, 0.7] * len(prompts)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        rows = list(pool.map(generate, [server_target.url] * len(prompts), prompts, temperatures))
-    return [row for row in rows if len(row.answer) >= 12]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [
+            pool.submit(generate, server_target.url, prompt, temperature)
+            for temperature in (0.0, 0.7, 1.0)
+            for prompt in prompts
+        ]
+    return [row for row in (answer.result() for answer in asked) if len(row.answer) >= 12]
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +197,18 @@ def score(states: States, row: Generated, parts: TargetParts) -> Score:
     return on_policy(states, row.sequence(states.sequence_id), row.logprobs, parts, temperature=row.temperature)
 
 
+def kinds(cpu_model: Path) -> dict[str, Callable[[Generated, Generated], Generated]]:
+    """All corruptions, for this model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(cpu_model)
+    think = tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False).input_ids
+
+    def pieces(token: int) -> list[int]:
+        text = tokenizer.decode([token])
+        return [i for part in (text[:2], text[2:]) for i in tokenizer(part, add_special_tokens=False).input_ids]
+
+    return corruptions(BOS, END, think, pieces)
+
+
 def test_clean_answers_raise_no_alarm_and_every_corruption_does(
     from_server: list[States],
     generated: list[Generated],
@@ -200,32 +218,48 @@ def test_clean_answers_raise_no_alarm_and_every_corruption_does(
 ) -> None:
     for states, row in zip(from_server, generated, strict=True):
         assert OnPolicyLimits().reason(score(states, row, parts)) is None
-    tokenizer = AutoTokenizer.from_pretrained(cpu_model)
-    think = tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False).input_ids
-
-    def pieces(token: int) -> list[int]:
-        text = tokenizer.decode([token])
-        return [i for part in (text[:2], text[2:]) for i in tokenizer(part, add_special_tokens=False).input_ids]
-
     missed = []
-    for name, corrupt in corruptions(BOS, END, think, pieces).items():
+    for name, corrupt in kinds(cpu_model).items():
         bad = [corrupt(generated[0], generated[1]), corrupt(generated[1], generated[2])]
         found = transformers_target.capture([row.sequence(name) for row in bad])
         missed += [name for s, row in zip(found, bad, strict=True) if not OnPolicyLimits().reason(score(s, row, parts))]
     assert missed == []
 
 
+def with_noise(target: TransformersTarget) -> TransformersTarget:
+    """A sister checkpoint: 1% of noise in every matrix."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in target._decoder.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                weight += 0.01 * weight.std() * torch.randn_like(weight)
+    return target
+
+
 def test_answers_of_a_sister_checkpoint_are_found(
     asked: list[TokenSequence], generated: list[Generated], cpu_model: Path, parts: TargetParts
 ) -> None:
-    sister = TransformersTarget(cpu_model, dtype="float32", device="cpu", batch_tokens=1024)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in sister._decoder.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight += 0.01 * weight.std() * torch.randn_like(weight)
+    sister = with_noise(TransformersTarget(cpu_model, dtype="float32", device="cpu", batch_tokens=1024))
     for states, row in zip(sister.capture(asked), generated, strict=True):
         assert OnPolicyLimits().reason(score(states, row, parts)) is not None
+
+
+def test_what_hides_in_the_rounding_of_one_bfloat16_answer_shows_in_all_of_them(
+    generated: list[Generated], cpu_model: Path, parts: TargetParts
+) -> None:
+    def reason(target: TransformersTarget, rows: list[Generated]) -> str | None:
+        found = target.capture([row.sequence(str(number)) for number, row in enumerate(rows)])
+        scores = [score(states, row, parts) for states, row in zip(found, rows, strict=True)]
+        print(statistics.median(s.relative_difference or 0 for s in scores))
+        return OnPolicyLimits().reason_for_all(scores)
+
+    target = TransformersTarget(cpu_model, dtype="bfloat16", device="cpu", batch_tokens=1024)
+    assert len(generated) >= 16
+    assert reason(target, generated) is None
+    for name in ("second BOS", "prompt cut on the left", "system message left out"):
+        corrupt = kinds(cpu_model)[name]
+        assert reason(target, [corrupt(row, row) for row in generated]) is not None, name
+    assert reason(with_noise(target), generated) is not None
 
 
 def test_a_killed_server_is_a_dead_target_and_leaves_no_states(

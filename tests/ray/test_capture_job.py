@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from eagle3_ray import corpus
 from eagle3_ray.runs import RunDir
 from eagle3_ray.states_cache import StatesCache
-from tests.jobs import Jobs
+from tests.jobs import Jobs, assert_times_add_up
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
@@ -70,10 +70,13 @@ def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
     result = cluster.run(*words(run, model), job="capture")
     assert result.code == 0, result.stderr
     summary = result.summary
+    assert_times_add_up(summary)
     assert (summary["expected"], summary["rows"], summary["quarantined"], summary["missing"]) == (60, 60, 0, 0)
     assert summary["tokens"] == sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in sequences)
     assert summary["bytes_per_token"] == 16 * HIDDEN + 4
     assert summary["on_policy_difference"]["max"] < 1e-3
+    assert summary["prefill_share"] > 0
+    assert "of bare prefill)" in result.stderr
     assert_states_are_the_models(run, model, 60)
     written = [file.stat().st_mtime_ns for file in shard_files(run)]
     again = cluster.run(*words(run, model), job="capture")
@@ -91,7 +94,11 @@ def test_a_sequence_that_the_target_did_not_say_is_set_aside_with_its_reason(
     assert (result.code, result.summary["rows"], result.summary["quarantined"]) == (0, 19, 1), result.stderr
     scores = [row for file in (run / "capture" / "scores").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert len(scores) == 20
-    assert [row["sequence_id"] for row in scores if row["reason"]] == [changed[4]["sequence_id"]]
+    [(named, reason)] = [(row["sequence_id"], row["reason"]) for row in scores if row["reason"]]
+    assert named == changed[4]["sequence_id"]
+    log = [json.loads(line) for line in (run / "logs" / "capture.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in log] == ["job started", "sequence set aside", "job complete"]
+    assert (log[1]["sequence_id"], log[1]["reason"], log[1]["level"]) == (named, reason, "WARNING")
 
 
 def _with_answer_of(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

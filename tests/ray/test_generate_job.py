@@ -18,6 +18,7 @@ from tests.jobs import (
     REPOSITORY,
     Jobs,
     assert_sound,
+    assert_times_add_up,
     fake_server,
     row_requests,
     rows,
@@ -45,6 +46,7 @@ def test_every_prompt_ends_as_a_sequence_or_as_a_rejected_row(cluster: Jobs, tar
         result = cluster.run(*settings(run, target, tmp_path / "in", server.url))
     assert result.code == 0, result.stderr
     summary = result.summary
+    assert_times_add_up(summary)
     counts = [summary[key] for key in ("stage", "expected", "rows", "rejected", "failed", "run_dir")]
     assert counts == ["generate", 96, 91, 5, 0, str(run)]
     assert json.loads((run / "summaries" / "generate.json").read_text()) == summary

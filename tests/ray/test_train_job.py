@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from eagle3_ray.drafter.export import validate
 from eagle3_ray.train_log import read_log
-from tests.jobs import Jobs, Result
+from tests.jobs import Jobs, Result, assert_times_add_up
 from tests.writing_model import make_tiny_run
 
 
@@ -62,12 +62,19 @@ def test_training_lowers_the_loss_and_leaves_a_drafter_that_engines_load(
     assert [step for step, _, _ in curve(run)] == list(range(1, result.summary["expected"] + 1))
     assert sum(losses[-3:]) < 0.985 * sum(losses[:3])  # a model of random weights teaches little
     assert result.summary["steps"] == result.summary["expected"]
+    assert_times_add_up(result.summary)
     target_config = json.loads((model / "config.json").read_text())
     assert validate(run / "train" / "drafter", target_config).aux_layers == (2, 4, 5)
     drafter, initial = (load_file(run / "train" / name / "model.safetensors") for name in ("drafter", "initial"))
     assert set(drafter) == set(initial)
     assert not drafter["fc.weight"].equal(initial["fc.weight"])
     assert "--speculative-algorithm EAGLE3" in result.summary["launch"]
+    log = [json.loads(line) for line in (run / "logs" / "train.jsonl").read_text().splitlines()]
+    events = [(line["event"], line.get("step")) for line in log]
+    total = result.summary["expected"]
+    due = sorted({*range(3, total, 3), *range(10, total, 10), total})  # checkpoint_every, validate_every, the end
+    written = [("checkpoint written", step) for step in due]
+    assert events == [("job started", None), ("training started", 0), *written, ("job complete", None)]
 
 
 def test_every_supervised_token_of_an_epoch_is_trained_on_once(

@@ -56,22 +56,32 @@ def make_target(seed: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**TARGET)).eval()
 
 
-def record(target: Any, layers: tuple[int, ...] = LAYERS) -> Recorded:
+Said = tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]
+"""Token ids, the hidden states of all layers and the last ones, of all sequences."""
+
+
+def say(target: Any) -> Said:
     """Greedy answers of 30 tokens to 24 prompts of 3 tokens, and the target's states."""
     prompts = torch.randint(60, (24, 3), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ids = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=30, do_sample=False)
         out = target.model(ids, output_hidden_states=True)
-    aux_hidden = torch.cat([out.hidden_states[layer] for layer in layers], dim=-1)
+    return ids, out.hidden_states, out[0]
+
+
+def record(said: Said, layers: tuple[int, ...]) -> Recorded:
+    ids, hidden, last = said
+    aux_hidden = torch.cat([hidden[layer] for layer in layers], dim=-1)
     return [
-        (TokenSequence(str(n), ids[n].numpy().astype(np.int32), 3), States(str(n), aux_hidden[n], out[0][n]))
+        (TokenSequence(str(n), ids[n].numpy().astype(np.int32), 3), States(str(n), aux_hidden[n], last[n]))
         for n in range(len(ids))
     ]
 
 
 def make_evidence(target: Any) -> Evidence:
     embed = target.get_input_embeddings().weight.detach()
-    return Evidence(TARGET, embed, lambda layers: record(target, layers), STEPS)
+    said = say(target)
+    return Evidence(TARGET, embed, lambda layers: record(said, layers), STEPS)
 
 
 def train(target: Any, recorded: Recorded, rounds: int = 110) -> Eagle3Drafter:

@@ -67,6 +67,13 @@ def test_counts_that_contradict_the_answer_are_a_wrong_answer() -> None:
         read_answer(body(12, spec_verify_ct=5), "r", PROMPT, SAMPLING)
 
 
+def test_counts_that_are_no_numbers_are_a_wrong_answer() -> None:
+    with pytest.raises(WrongAnswer, match="num_retractions is 'x', no whole number"):
+        read_answer(body(12, num_retractions="x"), "r", PROMPT, SAMPLING)
+    with pytest.raises(WrongAnswer, match="counters contradict the answer"):
+        read_answer(body(12, spec_verify_ct=5, spec_correct_drafts_histogram=[float("inf")]), "r", PROMPT, SAMPLING)
+
+
 def test_the_checks_of_any_answer_hold_for_drafted_ones_too() -> None:
     with pytest.raises(WrongAnswer, match="finish reason length after 11 of 12 tokens"):
         read_answer(body(11, spec_verify_ct=5, spec_correct_drafts_histogram=[0, 5]), "r", PROMPT, SAMPLING)
@@ -80,6 +87,18 @@ def test_all_prompts_are_answered_in_order_and_never_more_at_once_than_asked(ser
     assert server.max_in_flight() == 2
     assert measured.output_tokens == 6 * 12
     assert measured.tokens_per_second == pytest.approx(72 / measured.wall_s)
+
+
+def test_a_long_measurement_says_how_far_it_is(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "_SAY_EVERY_S", 0.02)
+    server.set(base_latency_s=0.1)
+    measure(server.url, PROMPTS[:2], SAMPLING, 1)
+    server.set(base_latency_s=0.0)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "  0/2 answers, 0 tokens/s"
+    assert said[-1].startswith("  1/2 answers, ")
 
 
 def test_a_lost_connection_is_tried_again_and_a_broken_server_is_an_error(server: FakeServer) -> None:

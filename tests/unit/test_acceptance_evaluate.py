@@ -1,7 +1,9 @@
 """The evaluate stage against stand-in servers: what it reports, and what it keeps when an engine fails."""
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 
 from eagle3_ray import evaluate as stage
 from eagle3_ray.acceptance import engine
+from eagle3_ray.acceptance.kept import Kept
+from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.evaluate import EvaluateSettings, dry_run, evaluate, run, settings_of
 from eagle3_ray.prompts import PromptSourceError
@@ -83,6 +87,21 @@ def test_a_drafter_is_measured_beside_none_on_the_same_prompts(settings: Evaluat
     assert json.dumps(summary), "all of it is JSON"
 
 
+def test_the_start_of_an_engine_counts_as_start_up(settings: EvaluateSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Serving.engine
+
+    @contextmanager
+    def slow(serving: Serving, drafter: str) -> Iterator[str]:
+        time.sleep(0.3)
+        with real(serving, drafter) as url:
+            yield url
+
+    monkeypatch.setattr(Serving, "engine", slow)
+    summary = evaluate(settings)
+    assert 0.6 <= summary["start_up_s"] < summary["wall_s"]
+    assert summary["busy_s"] <= summary["wall_s"] - summary["start_up_s"] + 0.1  # each is rounded
+
+
 def test_another_answer_than_the_plain_engines_is_a_warning(
     settings: EvaluateSettings, drafted: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +129,25 @@ def test_what_was_measured_before_an_engine_failed_is_kept(settings: EvaluateSet
     assert summary["status"] == "stopped"
     assert "http://127.0.0.1:9 does not answer /server_info" in summary["stopped_by"]
     assert list(summary["engines"]) == ["none", "/runs/drafter"]
+
+
+def test_the_next_job_measures_only_the_engines_that_are_missing(
+    settings: EvaluateSettings, drafted: FakeServer, plain: FakeServer, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "measured")
+    two = replace(settings, drafters=("/runs/drafter", "/runs/other"))
+    down = (*settings.endpoints, ("/runs/other", "http://127.0.0.1:9"))
+    first = evaluate(replace(two, endpoints=down), kept)
+    assert (first["status"], list(first["engines"])) == ("stopped", ["none", "/runs/drafter"])
+    before = [len(server.requests()) for server in (plain, drafted)]
+    second = evaluate(replace(two, endpoints=(*settings.endpoints, ("/runs/other", drafted.url))), kept)
+    assert second["status"] == "complete"
+    assert {name: second["engines"][name] for name in first["engines"]} == first["engines"]
+    assert second["engines"]["/runs/other"]["lossless"]["equal"] == 6
+    asked = [len(server.requests()) - count for server, count in zip((plain, drafted), before, strict=True)]
+    assert asked == [0, 6 + 2 * 2]  # the other drafter's 6 prompts, and 2 for each speed
+    (tmp_path / "gsm.jsonl").write_text('{"prompt": "another question?"}\n')
+    assert evaluate(settings, kept)["engines"]["none"]["answers"] == 3
 
 
 def test_a_plain_engine_that_speculates_is_refused(settings: EvaluateSettings, drafted: FakeServer) -> None:

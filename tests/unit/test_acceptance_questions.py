@@ -49,6 +49,13 @@ def test_an_id_that_stands_twice_in_a_dataset_is_refused(tmp_path: Path) -> None
         load_questions([path])
 
 
+def test_a_row_that_is_nested_too_deeply_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text("[" * 100_000)
+    with pytest.raises(PromptSourceError, match=r"set\.jsonl, line 1: not JSON"):
+        load_questions([str(path)])
+
+
 def test_a_later_turn_is_rendered_with_the_targets_own_answer(tmp_path: Path, target: Path) -> None:
     renderer = Renderer(target)
     rows = [{"id": "m", "turns": ["What?", "Why?"]}, {"id": "s", "prompt": "Where?"}]

@@ -1,11 +1,13 @@
 """The command line of every job: what it prints where, and its exit codes."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray.exceptions import RayTaskError
 
 from eagle3_ray.cli import main
 from eagle3_ray.config import Config, ConfigError, keys, load, presets
@@ -65,13 +67,56 @@ def test_a_setup_error_is_one_line_that_starts_with_its_name_and_the_exit_code_i
 
     assert main("story", run, _never, [source]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err == f"{kind.__name__}: do this instead\n"
+    cause = f"{kind.__name__}: do this instead"
+    assert err == f"{cause}\n"
+    assert json.loads(out) == {"status": "refused", "stopped_by": cause, "warnings": []}
 
 
-def test_an_error_that_is_no_setup_error_propagates(source: str) -> None:
+def test_an_error_that_is_no_setup_error_is_told_and_propagates(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ZeroDivisionError):
         main("story", lambda _: {"rows": 1 // 0}, _never, [source])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["status"], told["stopped_by"].partition(":")[0]) == ("failed", "ZeroDivisionError")
+
+
+@pytest.mark.parametrize(
+    ("error", "by"),
+    [(OSError(28, "No space left"), "The disk is full (run.dir)"), (RayTaskError("f", "a\nb", KeyError()), "KeyError")],
+)
+def test_a_full_disk_or_a_lost_cluster_is_a_stop(
+    error: Exception, by: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config) -> dict[str, Any]:
+        raise error
+
+    assert main("story", run, _never, [source]) == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["status"] == "stopped"
+    assert told["stopped_by"].startswith(by)
+
+
+@pytest.mark.parametrize(("number", "by"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_before_the_stages_own_work_is_an_orderly_stop(
+    number: int, by: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config) -> dict[str, Any]:
+        signal.raise_signal(number)
+        raise AssertionError("the signal did nothing")
+
+    assert main("story", run, _never, [source]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1]) == {"status": "stopped", "stopped_by": by, "warnings": []}
+    assert f"STOPPED: {by}" in err
+
+
+def test_a_signal_behind_the_stages_own_work_does_not_cost_the_summary(
+    source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray.shutdown", lambda: signal.raise_signal(signal.SIGTERM))
+    assert main("story", lambda _: COMPLETE, _never, [source]) == 0
+    assert json.loads(capsys.readouterr().out) == COMPLETE
 
 
 @pytest.mark.parametrize("override", ["generate.temprature=1", "generate.temperature=9", "temperature"])

@@ -1,6 +1,5 @@
 """What the cluster's doctor makes of the facts, and how it asks an SGLang; no Ray here."""
 
-import importlib.util
 import resource
 import sys
 from dataclasses import replace
@@ -11,9 +10,9 @@ import pytest
 
 from eagle3_ray import capture, ledger, train
 from eagle3_ray.cluster_doctor import Finding, judge, judge_access, judge_endpoint
+from eagle3_ray.commands.doctor import main
 from eagle3_ray.node_probe import NodeFacts, SGLang, ask_sglang, reads
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 WELL = NodeFacts(
     name="n1",
@@ -169,12 +168,7 @@ def test_a_probe_file_has_to_read_as_it_was_written(tmp_path: Path) -> None:
 def test_the_job_sets_aside_the_stages_that_have_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("doctor_job", REPOSITORY / "jobs" / "doctor.py")
-    assert spec is not None
-    assert spec.loader is not None
-    job = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(job)
-    monkeypatch.setattr(sys, "argv", ["doctor.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["eagle3-doctor", "--help"])
     with pytest.raises(SystemExit):
-        job.main()
+        main()
     assert f"{{{ledger.STAGE},{capture.STAGE},{train.STAGE}}}" in capsys.readouterr().out

@@ -164,6 +164,12 @@ def test_a_key_that_is_near_nothing_points_to_help(minimal: str) -> None:
         ("run.dir.x=1", ["'run.dir.x' is not a known key", "'dir' has no keys of its own"]),
         ("generate.temperature", ["'generate.temperature' is not of the form dotted.key=value"]),
         ("generate.endpoints=[http://a", ["generate.endpoints", "is not a YAML value"]),
+        ("run.dir=2026-13-45", ["run.dir", "is not a YAML value", "month must be in 1..12"]),
+        ("run.dir=!!int x", ["run.dir", "is not a YAML value"]),
+        ("run.dir=~no-such-user/runs", ["run.dir='~no-such-user/runs'", "home of a user who is not here"]),
+        ("target.model=~no-such-user/m", ["target.model='~no-such-user/m'", "home of a user who is not here"]),
+        ("run.dir=0x" + "f" * 5000, ["cannot be used", "4300 digits"]),
+        ("capture.layers=0x" + "f" * 5000, ["capture.layers=int"]),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_wrong(
@@ -214,6 +220,11 @@ def test_what_is_not_set_is_named_by_the_key_that_sets_it(tmp_path: Path, tree: 
 def test_a_file_that_holds_no_configuration_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(_write(tmp_path, text))
+
+
+def test_a_name_too_long_for_a_file_is_no_preset() -> None:
+    with pytest.raises(ConfigError, match="is neither a file nor a preset"):
+        load("x" * 5000)
 
 
 def test_a_source_that_does_not_exist_is_answered_with_the_presets() -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,44 @@ def test_a_row_whose_ids_were_changed_is_left_out_and_named(tmp_path: Path) -> N
     made = corpus.make(make_run(tmp_path / "run", rows))
     assert len(made) == 49
     assert corpus.damaged(made) == [rows[7]["sequence_id"]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"partition": "part2"},
+        {"prompt_id": "q8"},
+        {"sample_index": 1},
+        {"turn": None},
+        {"sequence_id": "0" * 32},
+        {"output_logprobs": [-0.5]},
+        {"output_ids": None},
+    ],
+)
+def test_a_row_under_another_name_or_without_all_its_logprobs_is_left_out_and_named(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    rows = [dict(row) for row in ROWS]
+    rows[7] |= change
+    made = corpus.make(make_run(tmp_path / "run", rows))
+    assert len(made) == 49
+    assert corpus.damaged(made) == [rows[7]["sequence_id"]]
+
+
+def test_a_damaged_row_file_is_named_with_the_remedy(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    file = run.stage("generate") / "rows" / "sequences" / "0.parquet"
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(RunError, match=r"sequences/0\.parquet is damaged .* --quarantine generate"):
+        corpus.make(run)
+
+
+def test_counts_of_answer_tokens_are_never_those_of_damaged_ids(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ROWS)
+    file = corpus.make(run).folder / "ids.bin"
+    file.write_bytes(b"\xff\xff\xff\x7f" * (file.stat().st_size // 4))  # an array of that many counts is 16 GB
+    with pytest.raises(RunError, match=r"ids\.bin is damaged"):
+        corpus.make(run).answer_counts(range(50), 400)
 
 
 def test_a_changed_byte_of_the_corpus_is_found_when_its_sequence_is_read(tmp_path: Path) -> None:

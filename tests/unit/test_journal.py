@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def _answer(number: int) -> dict[str, Any]:
     return {"output_ids": list(range(number)), "endpoint": "http://ü:1\n", "output_logprobs": None}
 
 
+def _line(number: int) -> bytes:
+    text = json.dumps(_answer(number))
+    return f"{_name(number)} {zlib.crc32((_name(number) + text).encode()):08x} {text}\n".encode()
+
+
 def _file(folder: Path) -> Path:
     (path,) = (p for p in folder.glob("*.jsonl") if p.stat().st_size)
     return path
@@ -54,7 +60,7 @@ def test_a_later_writer_finds_the_answers_of_all_earlier_ones_and_no_other(tmp_p
 def test_an_answer_is_on_disk_when_append_returns_without_any_close(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append(_name(1), _answer(1))
-    assert _file(tmp_path).read_bytes() == f"{_name(1)} {json.dumps(_answer(1))}\n".encode()
+    assert _file(tmp_path).read_bytes() == _line(1)
 
 
 def test_writers_at_the_same_time_have_files_of_their_own(tmp_path: Path) -> None:
@@ -96,11 +102,24 @@ def test_a_file_cut_anywhere_gives_the_whole_lines_before_the_cut(tmp_path: Path
     ],
 )
 def test_a_damaged_line_costs_only_itself(tmp_path: Path, junk: bytes) -> None:
-    good = [f"{_name(number)} {json.dumps(_answer(number))}\n".encode() for number in (1, 2)]
+    good = [_line(number) for number in (1, 2)]
     (tmp_path / "old.jsonl").write_bytes(good[0] + junk + good[1])
     journal = Journal(tmp_path)
     assert (journal.get(_name(1)), journal.get(_name(2))) == (_answer(1), _answer(2))
     assert journal.get("a" * 32) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_bit_anywhere_in_a_line_costs_that_answer_and_gives_no_other(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    lines = [_line(number) for number in (5, 6, 7)]
+    damaged = bytearray(lines[1])
+    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+    (tmp_path / "old.jsonl").write_bytes(lines[0] + bytes(damaged) + lines[2])
+    journal = Journal(tmp_path)
+    assert journal.get(_name(5)) == _answer(5)
+    assert journal.get(_name(6)) is None
+    assert journal.get(_name(7)) in (None, _answer(7))  # without its end, the line before takes this one with it
 
 
 def test_a_repeated_answer_is_one_of_those_that_were_written(tmp_path: Path) -> None:

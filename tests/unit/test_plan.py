@@ -1,6 +1,6 @@
 """The plan: which prompts, in which order, how many rows. Held against a selection in plain Python.
 
-Parts are written by the same `Render` that Ray runs; `_select` is the task that Ray runs behind it.
+Parts are written by the same `Render` that Ray runs; `choose` is the task that Ray runs behind it.
 """
 
 import hashlib
@@ -16,11 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from eagle3_ray import plan
-from eagle3_ray.plan import PartitionPlan, Plan, PlanSettings, Render, TargetTokens, _read_source, _select, later_turns
+from eagle3_ray import plan, plan_units
+from eagle3_ray.plan import PartitionPlan, Plan, PlanSettings, Render, TargetTokens, _read_source, later_turns
+from eagle3_ray.plan_units import choose
 from eagle3_ray.prompts import PromptSourceError, Source, find
 from eagle3_ray.records import SEQUENCE_SCHEMA
-from eagle3_ray.runs import RunError, write_json
+from eagle3_ray.runs import RunError
 from tests.tiny_target import VOCAB_SIZE
 
 Rows = dict[str, list[Any]]
@@ -72,7 +73,7 @@ def _make(folder: Path, files: Rows, settings: PlanSettings | None = None, rows_
         rendered = render(pa.Table.from_pylist(raw, schema=schema))
         pq.write_table(rendered, folder / "parts" / f"{number}.parquet")
     answered = sorted(map(str, (rows_folder or folder / "rows").glob("*/*.parquet")))
-    counts = _select(folder, settings, answered)
+    counts = choose(folder, answered, **settings.choice())
     units = [unit for path in sorted((folder / "units").iterdir()) for unit in pq.read_table(path).to_pylist()]
     return Made({count["partition"]: count for count in counts}, units, folder)
 
@@ -278,7 +279,7 @@ def test_partitions_are_mixed_and_samples_of_a_prompt_are_neighbours(tmp_path: P
 
 
 def test_many_units_are_written_as_several_files_in_one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_ROWS_PER_FILE", 2048)  # what DuckDB hands over at once
+    monkeypatch.setattr(plan_units, "_ROWS_PER_FILE", 2048)  # what DuckDB hands over at once
     files: Rows = {"B1/x": [{"id": f"q{n}", "input_ids": [n % VOCAB_SIZE, n // VOCAB_SIZE]} for n in range(5000)]}
     many = _make(tmp_path / "many", files)
     paths = sorted((many.folder / "units").iterdir())
@@ -471,8 +472,7 @@ def test_a_plan_that_stands_is_used_again_without_ray(tmp_path: Path) -> None:
     settings = _settings()
     count = PartitionPlan("B1", 9, 1, 2, 3, 3, 6, 30, 12)
     tokens = TargetTokens([1, 2], "text", [3], [4, 5])
-    about = {"key": settings.key(), "expected": 6, "partitions": [asdict(count)], "tokens": asdict(tokens)}
-    write_json(tmp_path / "plan" / "plan.json", about)
+    plan.save(tmp_path / "plan", Plan(tmp_path / "plan", [count], tokens), settings.key())
     known = plan.make(tmp_path / "plan", settings, tmp_path / "rows")
     assert known == Plan(tmp_path / "plan", [count], tokens)
     assert (known.expected, known.answers, known.prompt_tokens) == (6, 3, 30)

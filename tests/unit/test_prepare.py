@@ -2,9 +2,7 @@
 
 import errno
 import json
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +11,14 @@ from typing import Any
 import pytest
 
 from eagle3_ray import instruction_sets, prepare
+from eagle3_ray.commands.prepare import main
 from eagle3_ray.instruction_sets import PUBLIC_SETS
 from eagle3_ray.prepare import PrepareError
 from eagle3_ray.prompts import PromptSourceError, find, parse, read
+from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import FingerprintMismatch, RunBusy, RunDir, RunError, WriterLock
+from tests.runs import make_run, sequence
+from tests.tiny_target import IM_END
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DUCKS = "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins."
@@ -47,6 +49,35 @@ def _questions(out: Path, name: str) -> list[str]:
 
 def _balanced(counts: dict[str, int]) -> bool:
     return counts["read"] == sum(counts[fate] for fate in ("duplicates", "contaminated", "bad", "over_limit", "kept"))
+
+
+# --- questions by the target
+
+
+def test_questions_that_the_target_ended_become_a_partition(tmp_path: Path, target: Path) -> None:
+    def said(name: str, text: str, reason: str = "stop") -> dict[str, Any]:
+        ids = Renderer(target).encode(text)
+        end = [IM_END] if reason == "stop" else []
+        return {**sequence(name, [1, 2], [*ids, *end]), "finish_reason": reason}
+
+    rows = [
+        said("0", " Why is grass green?\n"),
+        said("1", "why is grass  green?"),
+        said("2", "Count to", "length"),
+        said("3", "Ask.<|im_end|>\n<|im_start|>assistant\nNo."),
+        said("4", "Who was Ada?"),
+    ]
+    run = make_run(tmp_path / "run", rows)
+    manifest = run.manifest()
+    manifest["generate"]["config"] = {"target": {"model": str(target), "trust_remote_code": False}}
+    (run.path / "manifest.json").write_text(json.dumps(manifest))
+    summary = prepare.run(str(tmp_path / "out"), [f"self=run://{run.path}"])
+    assert summary["sources"]["self"] == {
+        "read": 3, "duplicates": 1, "contaminated": 0, "bad": 0, "over_limit": 0, "kept": 2,
+    }  # fmt: skip
+    assert _questions(tmp_path / "out", "self") == ["Why is grass green?", "Who was Ada?"]
+    with pytest.raises(PromptSourceError, match="no complete generate run is there"):
+        prepare.run(str(tmp_path / "other"), [f"self=run://{tmp_path / 'nothing'}"])
 
 
 # --- partitions
@@ -409,25 +440,28 @@ def test_a_public_set_without_network_or_without_the_extra_says_what_to_do(
 # --- the command
 
 
-def _job(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(REPOSITORY / "jobs" / "prepare.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def test_the_command_ends_with_its_summary_and_the_exit_code_tells_setup_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["eagle3-prepare", *arguments])
+        code = main()
+        said = capsys.readouterr()
+        return code, said.out, said.err
 
-
-def test_the_command_ends_with_its_summary_and_the_exit_code_tells_setup_errors(tmp_path: Path) -> None:
     first, second = _prompts(tmp_path / "a.jsonl", ["x", ""]), _prompts(tmp_path / "b.jsonl", ["y"])
-    done = _job(str(tmp_path / "out"), "--source", first, second, "--limit", "5", "--against", second.split("=")[1])
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    against = second.split("=")[1]
+    code, out, err = job(str(tmp_path / "out"), "--source", first, second, "--limit", "5", "--against", against)
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
     assert {name: counts["kept"] for name, counts in summary["sources"].items()} == {"a": 1, "b": 0}
-    assert done.stderr.splitlines() == [
+    assert err.splitlines() == [
         "WARNING: a: 1 of 2 rows cannot be used; the reasons are in _set_aside.jsonl.",
         "WARNING: b: none of its 1 rows is kept.",
     ]
-    refused = _job(str(tmp_path / "out"), "--source", first)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("FingerprintMismatch: ")
+    code, out, err = job(str(tmp_path / "out"), "--source", first)
+    assert (code, json.loads(out)["status"]) == (2, "refused")
+    assert err.startswith("FingerprintMismatch: ")
 
 
 def test_a_full_disk_stops_the_command_in_one_sentence(

@@ -252,6 +252,12 @@ class _CountingRaw(io.RawIOBase):
         return len(data)
 
 
+def _parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -262,6 +268,8 @@ class _CountingRaw(io.RawIOBase):
         ("plain.jsonl.zst", b'{"prompt": "q"}\n'),
         ("plain.parquet", b'{"prompt": "q"}\n'),
         ("short.parquet", b"PAR1"),
+        ("year_300000.parquet", _parquet(pa.table({"at": pa.array([9 * 10**18], pa.timestamp("us"))}))),
+        ("no_text.parquet", _parquet(pa.table({"prompt": pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)}))),
     ],
 )
 def test_a_file_that_breaks_off_or_is_of_another_format_is_an_error_that_names_it(

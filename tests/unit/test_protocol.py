@@ -128,6 +128,8 @@ FINISH = "meta_info.finish_reason"
         (changed(stopped(), f"{LOGPROBS}.1.0", -math.inf), "a log-probability is not a number of at most 0"),
         (changed(stopped(), f"{LOGPROBS}.1.0", "-0.25"), "a log-probability is not a number of at most 0"),
         (changed(stopped(), f"{LOGPROBS}.1.0", False), "a log-probability is not a number of at most 0"),
+        (changed(stopped(), f"{LOGPROBS}.1.0", -1e300), "a log-probability is not a number of at most 0"),
+        (changed(stopped(), f"{LOGPROBS}.1.0", -(10**400)), "a log-probability is not a number of at most 0"),
         (changed(stopped(), f"{LOGPROBS}.1.0", 10**400), "a log-probability is not a number of at most 0"),
     ],
 )
@@ -154,6 +156,11 @@ def test_the_first_and_the_last_id_of_the_vocabulary_are_good() -> None:
 def test_a_log_probability_may_be_a_whole_zero_or_a_rounding_error_above_it() -> None:
     body = changed(changed(stopped(), f"{LOGPROBS}.0.0", 0), f"{LOGPROBS}.1.0", 1e-4)
     assert check(body, RID, PROMPT, SAMPLING).output_logprobs == [0, 1e-4, -0.25]
+
+
+@pytest.mark.parametrize("matched", ["</s>", 10**20, [2]])
+def test_an_answer_that_was_cut_matched_no_stop_whatever_the_server_says(matched: Any) -> None:
+    assert check(changed(cut_off(), f"{FINISH}.matched", matched), RID, PROMPT, SAMPLING).matched_stop is None
 
 
 def test_log_probabilities_that_nobody_asked_for_are_neither_needed_nor_kept() -> None:

@@ -60,6 +60,12 @@ def test_a_template_that_ends_in_think_puts_it_at_the_end_of_the_prompt_ids(
     assert renderer.prompt_ids(_prompt(prompt="Why?", chat_template_kwargs={"enable_thinking": False})) == without
 
 
+def test_a_target_that_asks_gets_the_template_up_to_where_a_user_begins(renderer: Renderer, plain: Tokenizer) -> None:
+    assert renderer.prompt_ids(_prompt(target_asks=True)) == _ids(plain, "<|im_start|>user\n")
+    with_system = renderer.prompt_ids(_prompt(target_asks=True, system="You write children's stories."))
+    assert with_system == _ids(plain, _said("system", "You write children's stories.") + "<|im_start|>user\n")
+
+
 def test_system_developer_and_tool_messages_reach_the_template_in_their_order(
     renderer: Renderer, plain: Tokenizer
 ) -> None:

@@ -402,6 +402,14 @@ def test_a_run_of_the_pipeline_goes_on_with_the_pipeline(tmp_path: Path) -> None
     assert set(collect(run)["next"].values()) == {"python jobs/pipeline.py p.yaml evaluate.prompts=q"}
 
 
+def test_a_run_of_the_installed_commands_goes_on_with_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", _rows()[:3])
+    manifest = run.manifest()
+    manifest["generate"]["command"] = "eagle3-generate p.yaml run.dir=/eagle3-generate"
+    write_json(run.path / "manifest.json", manifest)
+    assert collect(run)["next"]["train"] == "eagle3-train p.yaml run.dir=/eagle3-generate"
+
+
 def test_a_streamed_training_asks_for_no_capture_stage(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", _rows()[:3])
     _trained(run)

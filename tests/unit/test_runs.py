@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eagle3_ray.runs import SUCCESS, FingerprintMismatch, RunBusy, RunDir, RunError, WriterLock, write_json
+from eagle3_ray.runs import SUCCESS, FingerprintMismatch, RunBusy, RunDir, RunError, WriterLock, command, write_json
 
 FINGERPRINT: dict[str, Any] = {"generate.temperature": 0.7, "target.weights": "ab12", "generate.top_p": 1.0}
 
@@ -83,7 +83,7 @@ def test_another_fingerprint_is_refused_field_by_field_and_changes_nothing(
 
 def test_a_damaged_manifest_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"generate": {')
-    with pytest.raises(RunError, match=r"is damaged .* move the run directory aside"):
+    with pytest.raises(RunError, match=r"is damaged .* Move the run directory aside"):
         RunDir(tmp_path).manifest()
 
 
@@ -168,6 +168,17 @@ def test_a_run_dir_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot be written: .*\. Choose another run\.dir\."):
         WriterLock(RunDir(tmp_path / "file" / "run")).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["jobs/generate.py", "p.yaml", "run.dir=/a b"], "python jobs/generate.py p.yaml 'run.dir=/a b'"),
+        (["/opt/venv/bin/eagle3-train", "p.yaml"], "eagle3-train p.yaml"),
+    ],
+)
+def test_a_command_can_be_typed_again(argv: list[str], said: str) -> None:
+    assert command(argv) == said
 
 
 def test_a_reader_never_sees_a_part_of_a_json_file(tmp_path: Path) -> None:

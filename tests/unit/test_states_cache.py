@@ -79,6 +79,28 @@ def test_states_of_other_tokens_are_refused(tmp_path: Path) -> None:
         StatesCache(tmp_path, HIDDEN, "bf16").read(0, "sha of a sequence that was generated again")
 
 
+def test_a_shard_that_misnames_its_sequences_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write(path, "bf16", {11: 30, 12: 30})
+    whole = path.read_bytes()
+    assert whole.count(b"[11, 12]") == 1
+    for rows in (b"[11, 13]", b"[12, 11]", b"[11]    ", b"[11, 12}"):
+        path.write_bytes(whole.replace(b"[11, 12]", rows))
+        with pytest.raises(DamagedShard, match="not what was written"):
+            StatesCache(tmp_path, HIDDEN, "bf16")
+        assert [damage.path for damage in verify([path])] == [path]
+
+
+def test_columns_of_different_lengths_are_damage(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "a.parquet", {})
+    writer.add(0, "sha0", torch.zeros(4, 4 * HIDDEN), torch.zeros(3).long(), "bf16")
+    writer.commit()
+    with pytest.raises(DamagedShard, match="columns of different lengths"):
+        StatesCache(tmp_path, HIDDEN, "bf16").read(0, "sha0")
+    with pytest.raises(DamagedShard, match="cannot reshape"):
+        StatesCache(tmp_path, HIDDEN + 1, "bf16").read(0, "sha0")
+
+
 def test_a_discarded_shard_leaves_no_file(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "a.parquet", {})
     writer.add(0, "sha", torch.zeros(4, 4 * HIDDEN), torch.zeros(4).long(), "bf16")

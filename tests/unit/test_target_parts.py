@@ -58,6 +58,10 @@ def test_a_quantised_head_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {"lm_head.weight": head.to(torch.int8)}, folder / "model.safetensors")
     with pytest.raises(TargetError, match=r"stored as torch\.int8"):
         load_parts(folder, torch.float32)
+    packed = {"lm_head.weight_packed": head.to(torch.int8), "lm_head.weight_scale": torch.ones(400, 1)}
+    save_file(tensors | packed, folder / "model.safetensors")
+    with pytest.raises(TargetError, match=r"head or embedding quantised \(lm_head\.weight_packed\)"):
+        load_parts(folder, torch.float32)
 
 
 @pytest.mark.parametrize("layers", [(2, 4), (2, 2, 5), (5, 4, 2), (0, 4, 5), (2, 4, 8)])

@@ -1,17 +1,22 @@
 """The transformers backend against transformers' own list of hidden states."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle3_ray.capturer import CaptureSettings, _open
+from eagle3_ray.corpus import Corpus
+from eagle3_ray.target.files import TargetError
 from eagle3_ray.target.packed_attention import PACKED
+from eagle3_ray.target.proof import second_route
 from eagle3_ray.target.protocol import CaptureError, States, TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget
-from tests.tiny_model import sequences, tiny_gemma, tiny_llama
+from tests.tiny_model import model_with_code, sequences, tiny_gemma, tiny_llama
 
 LAYERS = (2, 4, 5)  # what auto means for eight layers
 
@@ -59,6 +64,21 @@ def test_a_sliding_window_is_left_to_the_models_own_attention(tmp_path: Path) ->
     agree(folder, target.capture(asked), asked)
 
 
+def test_prefill_reads_the_same_batches_as_capture_and_keeps_nothing(target: TransformersTarget) -> None:
+    asked = sequences([20, 30, 40, 50])
+    read: list[list[int]] = []
+    hook = target._decoder.register_forward_pre_hook(
+        lambda _model, _args, inputs: read.append(inputs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    target.capture(asked)
+    captured, read[:] = list(read), []
+    target.prefill(asked)
+    hook.remove()
+    assert read == captured
+    assert [token for batch in read for token in batch] == [i for sequence in asked for i in sequence.ids.tolist()]
+    assert target._inputs == {}
+
+
 def test_a_sequence_does_not_keep_the_rest_of_its_batch_in_memory(target: TransformersTarget) -> None:
     for states in target.capture(sequences([20, 30])):
         assert states.aux_hidden.untyped_storage().nbytes() == states.aux_hidden.nbytes
@@ -101,3 +121,22 @@ def test_a_sequence_that_fits_nowhere_is_named(llama: Path, monkeypatch: pytest.
     monkeypatch.setattr(target._decoder, "forward", out_of_memory_above(8, target._decoder.forward, []))
     with pytest.raises(CaptureError, match="Sequence s0 of 9 tokens alone does not fit"):
         target.capture(sequences([9]))
+
+
+def test_a_model_of_its_own_code_is_refused_until_that_code_is_trusted(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = model_with_code(tmp_path / "odd")
+    [asked] = sequences([12])
+    refusal = r"target\.trust_remote_code=false, and \S+odd can only be loaded by the Python code in it"
+    settings = CaptureSettings(cast(Corpus, None), folder, LAYERS, "transformers", "float32", 0, 1, 1024, 1.0)
+    with pytest.raises(TargetError, match=refusal):
+        _open(settings, 0)
+    with pytest.raises(TargetError, match=refusal):
+        second_route(folder, LAYERS, asked, torch.float32)
+    assert not (tmp_path / "modules").exists()  # nothing of it ran
+    target = _open(replace(settings, trust_remote_code=True), 0)
+    agree(llama, target.capture([asked]), [asked])
+    states = second_route(folder, LAYERS, asked, torch.float32, trust_remote_code=True)
+    agree(llama, [states], [asked])

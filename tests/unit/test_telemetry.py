@@ -1,11 +1,14 @@
 """What the run says of itself, added up by hand and on a clock that the test turns."""
 
+import json
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eagle3_ray import run_log
 from eagle3_ray.audit import AuditRules, Evidence
 from eagle3_ray.telemetry import EndpointState, PartitionCounts, Progress, Report, Telemetry, View
 
@@ -212,7 +215,7 @@ def test_a_line_has_counts_rates_share_and_time_left(clock: Clock) -> None:
     time_of_day, *parts = progress.line(view).split(" ", 1)
     assert len(time_of_day) == 8
     assert parts[0].split(" | ") == [
-        "B1 30/100, B2 8/50",
+        "B1 30/100, B2 8/50 (3 rejected, 2 failed)",
         "2.0 req/s, 100 tokens mean, 200 tokens/s (50% of the servers' best)",
         "7 in flight",
         "rejected 3, failed 2",
@@ -265,3 +268,32 @@ def test_time_left_is_told_in_the_unit_that_fits(clock: Clock, left: int, eta: s
     progress = Progress(None, {"B1": left + 1}, {})
     clock.now += 1
     assert progress.line(_view(rows=1, answers=1, tokens=1)).endswith(f"ETA {eta}")
+
+
+def test_the_log_names_the_first_thousand_rows_and_counts_the_others() -> None:
+    telemetry = Telemetry(RULES)
+    for number in range(1003):
+        telemetry.note("row rejected", sequence_id=str(number), reason="a loop")
+    notes, unnamed = telemetry.notes(998)
+    assert [note["sequence_id"] for note in notes] == ["998", "999"]
+    assert unnamed == 3
+
+
+def test_what_is_new_goes_to_the_log_once_and_an_endpoint_out_and_back(tmp_path: Path) -> None:
+    progress = Progress(None, {"B1": 5}, {})
+    note = {"event": "row failed", "sequence_id": "s", "partition": "B1", "reason": "6 attempts failed"}
+    said = ["12:00:00 http://a:1 is taken out after a timeout"]
+    out, back = ({URL: EndpointState(healthy=healthy)} for healthy in (False, True))
+    with run_log.writing(tmp_path, "generate"):
+        progress.log(View(endpoints={URL: EndpointState()}), [note], 0)
+        progress.log(View(endpoints=out, events=said), [], 0)
+        progress.log(View(endpoints=out, events=said), [], 0)
+        progress.log(View(endpoints=back, events=said), [], 0)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "generate.jsonl").read_text().splitlines()]
+    head = {"run": str(tmp_path), "stage": "generate", "level": "WARNING"}
+    assert [{k: v for k, v in line.items() if k != "time"} for line in lines] == [
+        {**head, **note},
+        {**head, "event": "fleet", "text": "http://a:1 is taken out after a timeout"},
+        {**head, "event": "endpoint out", "endpoint": URL},
+        {**head, "level": "INFO", "event": "endpoint back", "endpoint": URL},
+    ]

@@ -1,0 +1,50 @@
+"""Results of engines on disk, so that an evaluation that was stopped goes on with the next engine."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_ray.acceptance.engine import Measured, Served
+from eagle3_ray.acceptance.questions import EvalPrompt
+from eagle3_ray.runs import write_json
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A folder with a JSON file of each result; None keeps nothing."""
+
+    folder: Path | None
+
+    def get(self, name: str, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result under `key`, measured now unless it is there."""
+        if self.folder is None:
+            return measure()
+        path = self.folder / f"{key}.json"
+        if path.exists():
+            print(f"{name}: measured by an earlier job", file=sys.stderr)
+        else:
+            write_json(path, measure())
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result
+
+
+def answers_as_json(answers: Measured) -> dict[str, Any]:
+    """Answers of an engine without a drafter; see `answers_of`."""
+    return asdict(answers)
+
+
+def answers_of(stored: Mapping[str, Any]) -> Measured:
+    """The answers again."""
+    served = (
+        Served(
+            EvalPrompt(**one["prompt"] | {"prompt_ids": tuple(one["prompt"]["prompt_ids"])}),
+            tuple(one["output_ids"]),
+            one["finish_reason"],
+            None,
+        )
+        for one in stored["served"]
+    )
+    return Measured(tuple(served), stored["concurrency"], stored["wall_s"])

@@ -1,0 +1,1 @@
+"""What the commands `eagle3-NAME` and the jobs `jobs/NAME.py` do: a module each, whose `main` returns the exit code."""

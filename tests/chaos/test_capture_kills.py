@@ -1,0 +1,100 @@
+"""Kills at random moments of a capture: the cache ends with every sequence once, its states the model's own."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from eagle3_ray.target.sglang_server import SHARED_MEMORY
+from tests.jobs import Jobs
+from tests.ray.test_capture_job import assert_states_are_the_models, shard_files, words
+from tests.writing_model import make_tiny_model, make_tiny_run, written_by
+
+ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
+KILLS_OF_A_RUN = 4
+SEQUENCES = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-model")
+
+
+@pytest.fixture(scope="module")
+def sequences(model: Path) -> list[dict[str, Any]]:
+    return written_by(model, SEQUENCES)
+
+
+def test_no_kill_loses_or_doubles_a_sequence(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The driver, the target's actor, or SIGTERM, ROUNDS times, four in a run; each run then completes."""
+    dice = random.Random(3)
+    victims = [dice.choice(["driver", "target", "SIGTERM"]) for _ in range(ROUNDS)]
+    for first in range(0, ROUNDS, KILLS_OF_A_RUN):
+        run = make_tiny_run(tmp_path / f"run{first}", model, sequences)
+        command = [*words(run, model), "capture.shard_tokens=40"]
+        job = cluster.start(*command, job="capture")
+        for victim in victims[first : first + KILLS_OF_A_RUN]:
+            _wait(job, lambda: _actor() is not None)
+            goal = len(shard_files(run)) + dice.randint(0, 5)
+            _wait(job, lambda goal=goal, run=run: len(shard_files(run)) >= goal)  # type: ignore[misc]
+            if victim == "target":
+                os.kill(_actor() or 0, signal.SIGKILL)
+            else:
+                job.send_signal(signal.SIGKILL if victim == "driver" else signal.SIGTERM)
+                job.communicate(timeout=60)
+                job = cluster.start(*command, job="capture")
+        _, stderr = job.communicate(timeout=200)
+        assert job.returncode == 0, stderr
+        assert_states_are_the_models(run, model, SEQUENCES)
+        assert list((run / "capture" / "shards").glob(".*")) == []
+
+
+def test_a_killed_engine_is_started_again_and_its_batch_is_captured_once(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The scheduler process of a real SGLang, twice in one job."""
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    job = cluster.start(*words(run, model), "capture.backend=sglang", "capture.shard_tokens=40", job="capture")
+    killed: set[int] = set()
+    for done in (2, 12):
+        _wait(job, lambda done=done: len(shard_files(run)) >= done)  # type: ignore[misc]
+        [scheduler] = _schedulers() - killed
+        os.kill(scheduler, signal.SIGKILL)
+        killed.add(scheduler)
+    _, stderr = job.communicate(timeout=400)
+    assert job.returncode == 0, stderr
+    assert stderr.count("The target is started again") == 2
+    assert_states_are_the_models(run, model, SEQUENCES)
+    assert [path for path in SHARED_MEMORY.glob("*/*") if path.name != "owner.lock"] == []
+
+
+def _wait(job: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    """Until the job got there; one that completed meanwhile got there, too."""
+    deadline = time.monotonic() + 300
+    while not reached():
+        if job.poll() is not None:
+            assert job.returncode == 0, job.communicate()[1]
+            pytest.fail("the job was complete before it could be killed")
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _actor() -> int | None:
+    found = [p.pid for p in psutil.process_iter(["cmdline"]) if "ShardCapturer" in " ".join(p.info["cmdline"] or ())]
+    return found[0] if found else None
+
+
+def _schedulers() -> set[int]:
+    """Of the servers that the capturing actor started."""
+    actor = _actor()
+    children = psutil.Process(actor).children(recursive=True) if actor else []
+    return {p.pid for p in children if "sglang::scheduler" in " ".join(p.cmdline())}

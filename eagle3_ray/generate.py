@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.data import ActorPoolStrategy
 
-from eagle3_ray import cluster, plan, registry, telemetry
+from eagle3_ray import cluster, plan, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
@@ -26,6 +26,7 @@ from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.plan_units import ROWS_PER_GROUP
 from eagle3_ray.prompts import find
+from eagle3_ray.registry import start as start_registry
 from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
@@ -62,19 +63,19 @@ def run(config: Config) -> dict[str, Any]:
                 raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
             _claim(run_dir, config, target, work.facts)
             observer = telemetry.start(work.rules)
-            book = _registry(run_dir, config, work, observer)
+            registry = _registry(run_dir, config, work, observer)
             expected = {p.partition: p.expected for p in work.plan.partitions}
             stopped_by = None
             done = Ledger(run_dir).by_partition()
-            with kept_up(crew, book, observer), telemetry.Progress(observer, expected, done):
+            with kept_up(crew, registry, observer), telemetry.Progress(observer, expected, done):
                 try:
-                    _pipeline(run_dir, config, work, observer, book, lock.token)
+                    _pipeline(run_dir, config, work, observer, registry, lock.token)
                 except (ray.exceptions.RayError, OSError) as error:
                     stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(error))
                 except (SystemExit, KeyboardInterrupt) as end:
                     stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
             view = ray.get(observer.view.remote())
-            ray.kill(book)
+            ray.kill(registry)
         summary = _summarise(run_dir, config, work.plan, view, stopped_by, time.monotonic() - started)
         try:
             run_dir.write_summary(STAGE, summary)
@@ -171,10 +172,10 @@ def _prepare(
 def _registry(run_dir: RunDir, config: Config, work: _Work, observer: Any) -> Any:
     timeout_s = config.generate.request_timeout_s
     known = (work.facts, work.material, work.sampling, _api_key(config), timeout_s, observer)
-    return registry.start(f"servers of {run_dir.path}", *known)
+    return start_registry(f"servers of {run_dir.path}", *known)
 
 
-def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, book: Any, token: str) -> None:
+def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, registry: Any, token: str) -> None:
     """read -> generate and audit -> write. A row's `unit` is its checkpoint: what is committed is not read again."""
     stage, generate = run_dir.stage(STAGE), config.generate
     settings = GeneratorSettings(
@@ -194,7 +195,7 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, book:
     units = read_units(run_dir, work.plan.units, work.pool.groups_per_block)
     rows = units.map_batches(
         Generator,
-        fn_constructor_args=(settings, observer, book),
+        fn_constructor_args=(settings, observer, registry),
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=LIGHT,

@@ -121,7 +121,9 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Ray prints is for the log
     node = {"object_store_memory": 150 << 20}
-    cluster = Cluster(True, True, {**node, "num_cpus": int(sys.argv[1]), "include_dashboard": False})
+    patience = {"health_check_timeout_ms": 60_000}  # a busy node is slow and not dead; a killed one is noticed
+    head = {**node, "num_cpus": int(sys.argv[1]), "include_dashboard": False, "_system_config": patience}
+    cluster = Cluster(True, True, head)
     nodes: dict[int, Any] = {}
 
     def answer(value: Any) -> None:

@@ -51,8 +51,8 @@ def run(config: Config) -> dict[str, Any]:
         settings = _plan_settings(config, target)
         _check_ours(run_dir, _fingerprint(config, target))
         planned = plan.load(run_dir.stage(STAGE) / "plan") is not None  # training reads the plan, too
-        done = planned and run_dir.succeeded_with(STAGE, settings.key())
-        if done and (summary := run_dir.summary(STAGE)) is not None:
+        complete = planned and run_dir.succeeded_with(STAGE, settings.key())
+        if complete and (summary := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
         Ledger(run_dir).check()

@@ -123,7 +123,7 @@ def main() -> None:
     node = {"object_store_memory": 150 << 20}
     patience = {"health_check_timeout_ms": 60_000}  # a busy node is slow and not dead; a killed one is noticed
     head = {**node, "num_cpus": int(sys.argv[1]), "include_dashboard": False, "_system_config": patience}
-    cluster = Cluster(True, True, head)
+    cluster = Cluster(True, True, {**head, "dashboard_agent_listen_port": None})  # the default may be another cluster's
     nodes: dict[int, Any] = {}
 
     def answer(value: Any) -> None:

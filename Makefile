@@ -2,6 +2,7 @@
 # make test   lint, types and all tests
 # make docs   the guides and the API as pages, in build/site
 # make fuzz   100,000 cases of bytes, words and answers for all that reads (CASES=N: about N)
+# make chaos  kills at random moments: drivers, actors, servers, engines, nodes (ROUNDS=N of each kind of test)
 # make bench  every benchmark, one after the other, and one table (ARGS="transport start_up": only those)
 # make audit  known vulnerabilities of all that is installed here; asks PyPI
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test unit lint docs fuzz bench audit clean
+.PHONY: demo test unit lint docs fuzz chaos bench audit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m eagle3_ray.demo $(ARGS)
@@ -34,6 +35,10 @@ docs: $(VENV)/.installed
 CASES ?= 100000
 fuzz: $(VENV)/.installed
 	EAGLE3_FUZZ=$$(( $(CASES) / 18 + 1 )) $(BIN)/python -m pytest tests/fuzz --timeout 0 $(ARGS)
+
+ROUNDS ?= 20
+chaos: $(VENV)/.installed
+	EAGLE3_RAY_KILLS=$(ROUNDS) $(BIN)/python -m pytest tests/chaos --timeout 0 $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)

@@ -13,7 +13,7 @@ import pytest
 from tests.jobs import assert_sound, rows, settings, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
-ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
+ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "4"))
 PROMPTS = 120 * ROUNDS
 
 

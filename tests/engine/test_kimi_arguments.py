@@ -13,7 +13,7 @@ import pytest
 from eagle3_ray.acceptance.serving import PLAIN, Serving
 from eagle3_ray.config import load
 from eagle3_ray.drafter.config import DrafterConfig
-from eagle3_ray.servers import _server
+from eagle3_ray.sglang.gpu_server import gpu_server
 from eagle3_ray.sglang_cpu import in_venv
 from eagle3_ray.sglang_cpu.processes import ServerProcess
 from eagle3_ray.sglang_cpu.server import server_environment
@@ -77,15 +77,15 @@ def test_sglang_takes_the_arguments_of_every_stage_as_they_are_meant(tmp_path: P
     drafter.mkdir()
     (drafter / "config.json").write_text(json.dumps(DrafterConfig.from_target(CONFIG).to_json()))
     ours = PRESET.target.server_args
-    generate = _server(
-        str(model), PRESET.generate.gpus_per_server, "LAUNCH", [*ours, *PRESET.generate.server_args], 1234, "127.0.0.1"
+    generate = gpu_server(
+        "LAUNCH", str(model), PRESET.generate.gpus_per_server, [*ours, *PRESET.generate.server_args], port=1234
     )
     layers = resolve_layers(CONFIG, PRESET.capture.layers)
     gpus, args = PRESET.capture.gpus_per_target, [*ours, *PRESET.capture.server_args]
     capture = capturing_server(model, CONFIG, layers, "bfloat16", {}, tmp_path / "log", args, gpus, "LAUNCH")
     serving = Serving(str(model), PRESET.evaluate.steps, "LAUNCH", PRESET.evaluate.gpus, args=tuple(ours))
     engines = [
-        _server(str(model), serving.gpus, serving.launch, serving.arguments(name), 1234, "127.0.0.1")
+        gpu_server(serving.launch, str(model), serving.gpus, serving.arguments(name), port=1234)
         for name in (PLAIN, str(drafter))
     ]
     read = sglang_reads(*map(arguments, [generate, capture, *engines]))

@@ -23,7 +23,7 @@ def run(config: Config) -> dict[str, Any]:
     """Runs all stages, stops behind the first that does not complete, and returns what each came to.
 
     Raises:
-        The setup errors of the stages (see stages.SETUP_ERRORS).
+        stages.SETUP_ERRORS: those of the stages; says what to change.
     """
     started = time.monotonic()
     run_dir = RunDir(config.run.dir)

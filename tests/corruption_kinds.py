@@ -595,16 +595,16 @@ def document() -> str:
     """docs/corruptions.md: the introduction, and a table a stage."""
     parts = [_INTRODUCTION]
     for stage in dict.fromkeys(kind.stage for kind in KINDS):
-        rows = [f"| {kind.what} | {kind.caught} | {_link(kind.test)} |" for kind in KINDS if kind.stage == stage]
+        rows = [f"| {kind.what} | {kind.caught} | {_named(kind.test)} |" for kind in KINDS if kind.stage == stage]
         parts.append(
             "\n".join([f"## {stage.capitalize()}", "", "| what | caught | test |", "| --- | --- | --- |", *rows, ""])
         )
     return "\n".join(parts)
 
 
-def _link(test: str) -> str:
+def _named(test: str) -> str:
     path, _, name = test.partition("::")
-    return f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{path})"
+    return f"{name.removeprefix('test_').replace('_', ' ')} (`tests/{path}`)"
 
 
 def exists(test: str) -> bool:

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray.json_files import DamagedJson, read_object
+
 SUCCESS = "_SUCCESS"
 
 Fingerprint = Mapping[str, str | int | float | bool | None]
@@ -106,7 +108,7 @@ class RunDir:
         path = self.path / "last_job.json"
         if not path.exists() or WriterLock.is_held(self):
             return None
-        job = json.loads(path.read_text())
+        job = read_json(path, "Remove it; the next job writes another.")
         if job["status"] == "complete":
             return None
         if job["status"] == "running":
@@ -211,12 +213,9 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         RunError: it holds no such thing; the message ends in `remedy`.
     """
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged ({error}). {remedy}") from None
-    if not isinstance(value, dict):
-        raise RunError(f"{path} is damaged (it holds no JSON object). {remedy}")
-    return value
+        return read_object(path)
+    except DamagedJson as error:
+        raise RunError(f"{error}. {remedy}") from None
 
 
 def command(argv: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ nothing of what it lacks; here both are errors with names. Our own exports are s
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.json_files import DamagedJson, read_object
 from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
 
 SEAL, CONFIG_SEAL = "eagle3_ray.sha256", "eagle3_ray.config_sha256"
@@ -87,15 +87,12 @@ def plain_name(name: str) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} has no config.json, so it is no drafter.")
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no config.json, so it is no drafter.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} is damaged ({error}): fetch the drafter again.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'} is damaged (no JSON object): fetch the drafter again.")
-    return config
+        return read_object(folder / "config.json")
+    except DamagedJson as error:
+        raise CheckpointError(f"{error}: fetch the drafter again.") from None
 
 
 def sealed_config(folder: Path) -> dict[str, Any]:

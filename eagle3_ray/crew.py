@@ -147,7 +147,7 @@ def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
     if count:
         cluster.require(cluster.Need("servers", 1 if count == "auto" else count, cpus, gpus))
         _say(f"starting {count if count != 'auto' else 'all'} SGLang servers; a large model takes minutes")
-    model = target.name if target.fingerprint()["target.weights"] is None else str(target.folder)
+    model = target.for_sglang()
     options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 4}
 
     def start(place: Place) -> Any:

@@ -1,11 +1,12 @@
 """The target model's files: where they are, and hashes that tell one model, tokenizer or chat template from another."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from eagle3_ray.json_files import DamagedJson, read_object
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "*.tiktoken")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.py")
@@ -48,6 +49,10 @@ class TargetFiles:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise TargetError(f"{self.folder}: eos_token_id is {eos!r}, not token ids. Fetch the target model again.")
         return sorted(set(ids))
+
+    def for_sglang(self) -> str:
+        """What SGLang loads: the folder, or the model's name where the folder has no weights."""
+        return self.name if self.fingerprint()["target.weights"] is None else str(self.folder)
 
     def fingerprint(self) -> dict[str, str | None]:
         """Hashes of tokenizer, its settings, chat template, config and weights (sampled); None where there is none."""
@@ -111,12 +116,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
     """The JSON object in a file of the target, `missing` where there is no such file. Raises TargetError: damaged."""
     try:
-        value = json.loads(path.read_text()) if path.exists() else missing
-    except (OSError, ValueError, RecursionError) as error:
-        raise TargetError(f"{path} is damaged ({error}). Fetch the target model again.") from None
-    if not isinstance(value, dict):
-        raise TargetError(f"{path} is damaged (it holds no JSON object). Fetch the target model again.")
-    return value
+        return read_object(path) if path.exists() else missing
+    except DamagedJson as error:
+        raise TargetError(f"{error}. Fetch the target model again.") from None
 
 
 def _hash_files(paths: Iterable[Path], sampled: bool = False) -> str | None:

@@ -21,7 +21,7 @@ import ray
 
 from eagle3_ray import cluster
 from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversations, engine_info, measure
-from eagle3_ray.acceptance.kept import Kept, answers_as_json, answers_of
+from eagle3_ray.acceptance.kept import Kept, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
 from eagle3_ray.acceptance.serving import PLAIN, Serving
@@ -37,6 +37,7 @@ from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
 
 STAGE = "evaluate"
+_NOTHING = Kept()
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = RunDir(config.run.dir)
     settings = settings_of(config)
     with WriterLock(run_dir):
-        key = _key(settings, settings.drafters)
+        questions = load_questions(settings.prompts, settings.limit)
+        key = _key(settings, settings.drafters, resolve(settings.target), questions)
         if run_dir.succeeded_with(STAGE, key) and (known := run_dir.summary(STAGE)) is not None:
             print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
             _say(table(known["engines"]))
@@ -147,7 +149,7 @@ def settings_of(config: Config) -> EvaluateSettings:
     )
 
 
-def evaluate(settings: EvaluateSettings, kept: Kept | None = None) -> dict[str, Any]:
+def evaluate(settings: EvaluateSettings, kept: Kept = _NOTHING) -> dict[str, Any]:
     """Measures all drafters that `kept` has not, and returns the summary of what is measured when an engine fails.
 
     Raises:
@@ -155,18 +157,18 @@ def evaluate(settings: EvaluateSettings, kept: Kept | None = None) -> dict[str, 
     """
     started = time.monotonic()
     work = _prepare(settings)
-    kept = kept or Kept(None)
+    of = work.target, work.questions
     engines: dict[str, Any] = {}
     clock = _Clock(time.monotonic() - started)
     warnings: list[str] = []
     stopped_by = None
     try:
-        measured = kept.get("plain engine", _key(settings, ()), partial(_measure_plain, work, clock))
+        measured = kept.get("plain engine", _key(settings, (), *of), partial(_measure_plain, work, clock))
         plain = _Plain(answers_of(measured["answers"]), measured["speed"])
         engines[PLAIN] = {"speed": plain.speed, "engine": measured["engine"], **_shape(plain.answers)}
         for drafter in settings.drafters:
             measure_it = partial(_measure_drafter, work, drafter, plain, clock)
-            measured = kept.get(drafter, _key(settings, (drafter,)), measure_it)
+            measured = kept.get(drafter, _key(settings, (drafter,), *of), measure_it)
             engines[drafter] = measured["result"]
             warnings += [f"{drafter}: {warning}" for warning in measured["warnings"]]
             _say(table(engines))
@@ -254,7 +256,7 @@ def _prepare(settings: EvaluateSettings) -> _Work:
         Renderer(target.folder, trust_remote_code=settings.trust_remote_code, boundary_ids=settings.boundary_ids),
         Sampling(settings.max_new_tokens, settings.temperature, 1.0, False, target.vocab_size, frozenset(stops)),
         Serving(
-            _served_model(target),
+            target.for_sglang(),
             settings.steps,
             settings.launch,
             settings.gpus,
@@ -264,16 +266,13 @@ def _prepare(settings: EvaluateSettings) -> _Work:
     )
 
 
-def _served_model(target: TargetFiles) -> str:
-    """What SGLang loads: the folder, or the model's name where the folder has no weights."""
-    return target.name if target.fingerprint()["target.weights"] is None else str(target.folder)
-
-
 def _told(settings: EvaluateSettings) -> dict[str, Any]:
     return {name: value for name, value in asdict(settings).items() if name != "api_key"}
 
 
-def _key(settings: EvaluateSettings, drafters: Sequence[str]) -> str:
+def _key(
+    settings: EvaluateSettings, drafters: Sequence[str], target: TargetFiles, questions: Sequence[Question]
+) -> str:
     """Of all that a measurement of these drafters depends on: settings, questions, target, the drafters' files."""
     about = replace(
         settings,
@@ -281,8 +280,8 @@ def _key(settings: EvaluateSettings, drafters: Sequence[str]) -> str:
         expected=tuple(pair for pair in settings.expected if pair[0] in drafters),
         endpoints=tuple(pair for pair in settings.endpoints if pair[0] in (PLAIN, *drafters)),
     )
-    digest = hashlib.sha256(json.dumps([_told(about), resolve(settings.target).fingerprint()]).encode())
-    digest.update(repr(load_questions(settings.prompts, settings.limit)).encode())
+    digest = hashlib.sha256(json.dumps([_told(about), target.fingerprint()]).encode())
+    digest.update(repr(questions).encode())
     for path in sorted(path for drafter in drafters for path in Path(drafter).glob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -300,7 +299,7 @@ def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
                 url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
             )
             speed = _speed(work, url, answers)
-        return {"engine": asdict(info), "speed": speed, "answers": answers_as_json(answers)}
+        return {"engine": asdict(info), "speed": speed, "answers": asdict(answers)}
 
 
 def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) -> dict[str, Any]:

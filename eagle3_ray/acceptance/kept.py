@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from eagle3_ray.runs import write_json
 class Kept:
     """A folder with a JSON file of each result; None keeps nothing."""
 
-    folder: Path | None
+    folder: Path | None = None
 
     def get(self, name: str, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result under `key`, measured now unless it is there."""
@@ -31,13 +31,8 @@ class Kept:
         return result
 
 
-def answers_as_json(answers: Measured) -> dict[str, Any]:
-    """Answers of an engine without a drafter; see `answers_of`."""
-    return asdict(answers)
-
-
 def answers_of(stored: Mapping[str, Any]) -> Measured:
-    """The answers again."""
+    """The answers of an engine without a drafter, from what `asdict` made of them."""
     served = (
         Served(
             EvalPrompt(**one["prompt"] | {"prompt_ids": tuple(one["prompt"]["prompt_ids"])}),

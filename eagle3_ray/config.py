@@ -201,6 +201,9 @@ class Train(Section):
         0.25, gt=0, le=1, description="share of the positions, drawn anew each time, that play TTT steps 2 and on"
     )
     step_decay: float = Field(0.8, gt=0, le=1, description="weight of a TTT step relative to the one before it")
+    loss: Literal["kl", "lk"] = Field(
+        "kl", description="kl: cross entropy with the target's distribution; lk: acceptance rate, blended with it"
+    )
     batch_tokens: int = Field(4096, ge=1, description="tokens of a forward and backward pass")
     step_tokens: int = Field(16384, ge=1, description="tokens of an optimiser step, over all workers")
     workers: int = Field(1, ge=1, description="training workers")

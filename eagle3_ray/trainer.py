@@ -32,6 +32,7 @@ from eagle3_ray.batches import Batch, Step, pack, steps
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.export import export
+from eagle3_ray.drafter.loss import Loss
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.rollout import Rollout, TargetHead, rollout
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
@@ -82,6 +83,7 @@ class TrainSettings:
     one_step_share: float
     columns_share: float
     step_decay: float
+    loss: Loss
     batch_tokens: int
     step_tokens: int
     validate_every: int
@@ -197,6 +199,7 @@ class Worker:
                 fed.batch.to(self._device),
                 ttt_steps=1 if alone else settings.ttt_steps,
                 step_decay=settings.step_decay,
+                loss=settings.loss,
                 columns_share=settings.columns_share,
                 generator=self._draw(piece),
             )
@@ -245,7 +248,7 @@ class Worker:
             write_json(self._settings.folder / FINISHED, {"plan": self._settings.plan, "step": done})
 
     def _validate(self) -> dict[str, Any]:
-        """Loss and chain acceptance length of the held-out sequences, by partition and in all."""
+        """Cross entropy and chain acceptance length of the held-out sequences, by partition and in all."""
         self._model.eval()
         total = np.zeros(4)
         partitions = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle3_ray.drafter.attention import chain_attention
 from eagle3_ray.drafter.columns import Columns, query_columns, sample_columns, taught_tokens
-from eagle3_ray.drafter.loss import greedy_tokens, soft_cross_entropy, teacher_probabilities
+from eagle3_ray.drafter.loss import Loss, fused_loss, greedy_tokens, teacher_probabilities
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.packed import PackedBatch
 
@@ -34,8 +34,8 @@ class TargetHead:
 class Rollout:
     """Sums of one batch, for the caller to add up over workers and divide; only `loss` carries a gradient."""
 
-    loss: Tensor  # []: sum_i step_decay^i * (sum of step i's cross entropies)
-    step_loss_sums: Tensor  # [k] float32, unweighted
+    loss: Tensor  # []: sum_i step_decay^i * (sum of step i's losses)
+    step_loss_sums: Tensor  # [k] float32: cross entropies whatever the loss is, unweighted
     step_correct: Tensor  # [k] int64: supervised positions whose most likely draft is the target's
     step_counts: Tensor  # [k] int64: supervised positions; the first is what to normalise the loss by
     chain_accepted: Tensor  # [] int64: leading steps that are all right, summed over starts
@@ -48,6 +48,7 @@ def rollout(
     head: TargetHead,
     ttt_steps: int = 7,
     step_decay: float = 0.8,
+    loss: Loss = "kl",
     columns_share: float = 1.0,
     generator: torch.Generator | None = None,
     published_mask: bool = False,
@@ -55,6 +56,7 @@ def rollout(
 ) -> Rollout:
     """Drafts and scores one packed batch; under `torch.no_grad` no gradient is prepared, for validation.
 
+    `loss` is what the gradient is of: cross entropy, or the LK loss (see `eagle3_ray.drafter.loss`).
     With `columns_share` below 1, steps 1 and later run for a random share of the columns, drawn from `generator` (CPU),
     and their loss is scaled up to be unbiased; chains are counted from those columns only. The acceptance length of
     chains is 1 + chain_accepted / chain_starts. `published_mask` repeats the mask of the usual code, for comparison.
@@ -84,7 +86,7 @@ def rollout(
             weights.append(step_decay**step * (factor if step else 1.0))
         rows = [in_vocabulary.nonzero()[:, 0] for _, _, in_vocabulary in supervised]
         teacher_rows = [labels.row[u[at]] for (u, _, _), at in zip(supervised, rows, strict=True)]
-        scored = soft_cross_entropy(normed, rows, teacher_rows, weights, drafter.lm_head.weight, labels.teacher)
+        scored = fused_loss(normed, rows, teacher_rows, weights, drafter.lm_head.weight, labels.teacher, loss)
     target_ids = drafter.target_ids()
     right = []
     for (u, _, in_vocabulary), at, drafts in zip(supervised, rows, scored.predicted, strict=True):

@@ -159,6 +159,7 @@ def test_a_key_that_is_near_nothing_points_to_help(minimal: str) -> None:
         ("generate.endpoints=h1:30000", ["generate.endpoints", "'h1:30000' is not a URL", "http://HOST:PORT"]),
         ("generate.endpoints=http://a:1,http://a:1/", ["generate.endpoints", "names a server twice"]),
         ("run.dir=s3://bucket/run", ["run.dir='s3://bucket/run'", "every node mounts"]),
+        ("train.loss=tv", ["train.loss='tv': input should be 'kl' or 'lk'. --help tells what it means."]),
         ("audit.boundary_ids=[a]", ["audit.boundary_ids.0='a'", "integer"]),
         ("run=/runs/a", ["run='/runs/a'"]),
         ("run.dir.x=1", ["'run.dir.x' is not a known key", "'dir' has no keys of its own"]),

@@ -1,13 +1,11 @@
 """The written-out gradients of norm and MLP against autograd's, and what a drafter starts as."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.initialise import initialise, set_aux_scale
-from eagle3_ray.drafter.loss import greedy_tokens, soft_cross_entropy, teacher_probabilities
 from eagle3_ray.drafter.mlp import MLP
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.norm import RMSNorm
@@ -48,32 +46,6 @@ def test_the_mlps_gradient_is_autograds() -> None:
     x = torch.randn(5, 64, requires_grad=True)
     plain = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
     assert_same_gradients(mlp(x), plain, [x, *mlp.parameters()])
-
-
-@pytest.mark.parametrize("chunk", [7, 1 << 21], ids=["a row at a time", "one chunk"])
-def test_the_fused_loss_and_its_gradients_are_autograds(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle3_ray.drafter.loss.CHUNK_ELEMENTS", chunk)
-    torch.manual_seed(0)
-    head = torch.randn(6, 4, requires_grad=True)
-    hidden = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
-    teacher = teacher_probabilities(torch.randn(3, 4), torch.randn(6, 4))
-    rows, theirs = [torch.tensor([0, 2, 4]), torch.tensor([1])], [torch.tensor([2, 0, 1]), torch.tensor([0])]
-    result = soft_cross_entropy(hidden, rows, theirs, [1.0, 0.5], head, teacher)
-    sums = [-(teacher[t] * (h[r] @ head.T).log_softmax(-1)).sum() for h, r, t in zip(hidden, rows, theirs, strict=True)]
-    torch.testing.assert_close(torch.stack(result.step_sums), torch.stack(sums).detach())
-    assert [p.tolist() for p in result.predicted] == [
-        (h[r] @ head.T).argmax(-1).tolist() for h, r in zip(hidden, rows, strict=True)
-    ]
-    assert_same_gradients(result.loss, sums[0] + 0.5 * sums[1], [head, *hidden])
-
-
-def test_the_teacher_is_the_full_distribution_renormalised_over_the_draft_vocabulary() -> None:
-    torch.manual_seed(0)
-    last_hidden, lm_head, drafted = torch.randn(5, 4), torch.randn(9, 4), torch.tensor([0, 3, 8])
-    full = (last_hidden @ lm_head.T).softmax(-1)
-    expected = full[:, drafted] / full[:, drafted].sum(-1, keepdim=True)
-    torch.testing.assert_close(teacher_probabilities(last_hidden, lm_head[drafted]), expected)
-    assert greedy_tokens(last_hidden, lm_head).tolist() == full.argmax(-1).tolist()
 
 
 def test_aux_channels_of_any_size_reach_fc_alike_whatever_the_first_token_is() -> None:

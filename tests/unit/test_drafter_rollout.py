@@ -212,6 +212,20 @@ def test_validation_gives_the_same_figures_without_a_gradient(oracle: dict[str, 
         torch.testing.assert_close(getattr(validated, field.name), getattr(trained, field.name).detach())
 
 
+def test_another_loss_has_another_gradient_and_the_same_figures(oracle: dict[str, Any]) -> None:
+    batch, head = oracle_batch(oracle), oracle_head(oracle)
+    drafters = {loss: oracle_drafter(oracle) for loss in ("kl", "lk")}
+    results = {loss: rollout(drafter, batch, head, loss=loss) for loss, drafter in drafters.items()}
+    for field in fields(Rollout):
+        if field.name != "loss":
+            assert torch.equal(*(getattr(result, field.name) for result in results.values())), field.name
+    assert 0 < results["lk"].loss.item() < results["kl"].loss.item()  # 1 - alpha is the smaller part of the blend
+    for result in results.values():
+        result.loss.backward()
+    kl, lk = (torch.cat([p.grad.flatten() for p in drafter.parameters()]) for drafter in drafters.values())
+    assert 0 < torch.cosine_similarity(kl, lk, dim=0) < 0.999
+
+
 def test_sampled_columns_are_unbiased(oracle: dict[str, Any]) -> None:
     drafter, head, batch = oracle_drafter(oracle), oracle_head(oracle), oracle_batch(oracle)
     generator = torch.Generator().manual_seed(0)

@@ -19,44 +19,51 @@ demo: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
-unit: $(VENV)/.installed
+unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 # of 18 tests, each with its share
 CASES ?= 100000
-fuzz: $(VENV)/.installed
+fuzz: $(VENV)/.dev
 	EAGLE3_FUZZ=$$(( $(CASES) / 18 + 1 )) $(BIN)/python -m pytest tests/fuzz --timeout 0 $(ARGS)
 
 ROUNDS ?= 20
-chaos: $(VENV)/.installed
+chaos: $(VENV)/.dev
 	EAGLE3_RAY_KILLS=$(ROUNDS) $(BIN)/python -m pytest tests/chaos --timeout 0 $(ARGS)
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
-audit: $(VENV)/.installed
+audit: $(VENV)/.dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
 	@mkdir -p build
 	@$(BIN)/pip freeze --exclude-editable > build/installed.txt
 	@$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/installed.txt || { \
 	    echo "make audit: vulnerabilities stand above, or PyPI's advisories cannot be had from here, and nothing is known"; exit 1; }
 
-# torch first and pinned: a newer one would pull gigabytes of CUDA libraries onto a laptop
+# torch first and pinned: a newer one would pull gigabytes of CUDA libraries onto a laptop.
+# Compiling every module of every package would take as long as fetching them; Python compiles what it imports
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 $(VENV)/.installed: pyproject.toml
-	@echo "installing eagle3_ray and its tools into $(VENV) (about two minutes the first time)"
+	@echo "installing eagle3_ray into $(VENV) (about two minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "eagle3_ray needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+# what tests, lint, pages and benchmarks need besides
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import ray
 from ray.data import ActorPoolStrategy
 
 from eagle3_ray import cluster, corpus, run_log
+from eagle3_ray.audit import kind_of
 from eagle3_ray.capture_plan import STAGE as STAGE
 from eagle3_ray.capture_plan import Plan, Shard
 from eagle3_ray.capturer import CaptureSettings, ShardCapturer, read_scores
@@ -285,10 +287,7 @@ def _scores(folder: Path, there: list[Shard]) -> tuple[dict[str, int], dict[str,
     if not files:
         return {}, {}
     table = pa.concat_tables(map(read_scores, files))
-    reasons: dict[str, int] = {}
-    for reason in table["reason"].drop_null().to_pylist():
-        kind = reason.partition(":")[0]
-        reasons[kind] = reasons.get(kind, 0) + 1
+    reasons = dict(Counter(map(kind_of, table["reason"].drop_null().to_pylist())).most_common())
     differences = table["mean_difference"].drop_null().to_numpy()
     if not len(differences):
         return reasons, {}

@@ -16,6 +16,7 @@ from eagle3_ray.states_cache import DamagedShard, about
 from eagle3_ray.target.files import resolve
 
 _SAMPLE_TOKENS = 60
+_KINDS = 20  # of rejection, the most frequent
 _LATER = {
     "capture": ("rows", "quarantined", "tokens", "bytes"),
     "train": ("steps", "loss", "chain_acceptance_length", "drafter_dir"),
@@ -70,7 +71,7 @@ def describe(run: RunDir) -> str:
             f"  {p['partition']:24}{p['rows']:>9,}{p['output_tokens']:>12,}{p['mean_tokens']:>8}{quantiles:>16}"
             f"{p['truncated_share']:>11.1%}{p['boundary_share']:>10.1%}"
         )
-    lines += [f"  rejected: {count:,} x {reason}" for reason, count in counts["reasons"].items()]
+    lines += [f"  rejected: {count:,} x {reason}" for reason, count in list(counts["reasons"].items())[:_KINDS]]
     lines += [f"  PROBLEM: {problem}" for problem in _problems(run, ledger, entry, counts)]
     lines += _sample(ledger, entry["config"])
     lines += _later_stages(run, manifest)

@@ -35,6 +35,7 @@ from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 
 _REQUESTS_PER_ACTOR = 512
+_KINDS = 20  # of rejection that the summary counts; the report has all
 
 
 @carried_out(STAGE)
@@ -342,7 +343,7 @@ def _summarise(
         "last_failure": view.last_failure,
         "warnings": _throughput_warnings(view, share, config.generate.max_in_flight),
         "retries": {url: dict(state.retries) for url, state in view.endpoints.items() if state.retries},
-        "rejected_by_reason": counts["reasons"],
+        "rejected_by_reason": dict(list(counts["reasons"].items())[:_KINDS]),
         "partitions": counts["partitions"],
         "plan": [asdict(p) for p in the_plan.partitions],
     }

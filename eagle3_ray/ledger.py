@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle3_ray.audit import report
+from eagle3_ray.audit import VARYING, report
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.runs import RunDir, RunError
 
@@ -87,15 +87,15 @@ class Ledger:
                 ).fetchall()
             if rejected:
                 reasons = db.execute(
-                    "SELECT regexp_replace(reason, '[0-9]+', 'N', 'g') AS kind, count(*) FROM read_parquet($1) "
+                    "SELECT regexp_replace(reason, $2, 'N', 'g') AS kind, count(*) FROM read_parquet($1) "
                     "GROUP BY kind ORDER BY 2 DESC, 1",
-                    [rejected],
+                    [rejected, VARYING],
                 ).fetchall()
         return {
             "rows": sum(p["rows"] for p in partitions),
             "output_tokens": sum(p["output_tokens"] for p in partitions),
             "rejected": sum(count for _, count in reasons),
             "repeated": repeated[0][0],
-            "reasons": dict(reasons[:20]),
+            "reasons": dict(reasons),
             "partitions": partitions,
         }

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray.audit import VARYING
 from eagle3_ray.ledger import STAGE, Ledger
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
@@ -45,13 +46,9 @@ FROM read_parquet($files) WHERE endpoint IS NOT NULL GROUP BY endpoint ORDER BY 
 _FILES = """
 SELECT filename, sum(len(output_ids))::BIGINT FROM read_parquet($files, filename = true) GROUP BY filename
 """
-_KINDS = """
-SELECT regexp_replace(reason, '[0-9]+', 'N', 'g') AS kind, count(*) AS rows
-FROM read_parquet($files) GROUP BY kind ORDER BY rows DESC, kind
-"""
 _OF_KIND = """
 SELECT reason, partition, prompt_id, turn, finish_reason, prompt_ids, output_ids FROM read_parquet($files)
-WHERE regexp_replace(reason, '[0-9]+', 'N', 'g') = $kind ORDER BY sequence_id LIMIT $limit
+WHERE regexp_replace(reason, $varying, 'N', 'g') = $kind ORDER BY sequence_id LIMIT $limit
 """
 
 
@@ -94,7 +91,7 @@ def generated(run: RunDir) -> dict[str, Any] | None:
             written = [(Path(file).stat().st_mtime, tokens) for file, tokens in by_file]
             found["speed"]["over_time"] = over_time(written, summary.get("servers_best_tokens_per_second"))
         if rejected:
-            found |= _rejections(db, rejected, config.get("target", {}))
+            found |= _rejections(db, rejected, counts["reasons"], config.get("target", {}))
     return found
 
 
@@ -232,13 +229,13 @@ def over_time(written: Sequence[tuple[float, int]], best: float | None) -> dict[
     }
 
 
-def _rejections(db: Any, files: list[str], target: dict[str, Any]) -> dict[str, Any]:
-    """Kinds of rejection (numbers in a reason count as equal), the most frequent ones with examples."""
+def _rejections(db: Any, files: list[str], kinds: dict[str, int], target: dict[str, Any]) -> dict[str, Any]:
+    """Kinds of rejection with their rows, the most frequent ones with examples."""
     renderer, missing = _renderer(target)
-    rejections = _records(db, _KINDS, {"files": files})
+    rejections: list[dict[str, Any]] = [{"kind": kind, "rows": rows} for kind, rows in kinds.items()]
     for kind in rejections[:_REASONS]:
-        rows = _records(db, _OF_KIND, {"files": files, "kind": kind["kind"], "limit": _EXAMPLES})
-        kind["examples"] = [_example(row, renderer) for row in rows]
+        wanted = {"files": files, "varying": VARYING, "kind": kind["kind"], "limit": _EXAMPLES}
+        kind["examples"] = [_example(row, renderer) for row in _records(db, _OF_KIND, wanted)]
     return {
         "rejections": rejections,
         "special_tokens": renderer.special_tokens if renderer else [],

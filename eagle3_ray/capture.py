@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,7 @@ def _summarise(
         "bytes_per_token": plan.bytes_per_token,
         "bytes": sum((folder / "shards" / f"{shard.name}.parquet").stat().st_size for shard in there),
         "on_policy_difference": quantiles,
+        "limit": asdict(getattr(_limits(run_dir), _dtype(capture))),
         "quarantined_by_reason": reasons,
         "wall_s": round(time.monotonic() - started, 1),
         "start_up_s": None if progress.started is None else round(progress.started - started, 1),

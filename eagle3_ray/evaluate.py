@@ -24,9 +24,10 @@ from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversa
 from eagle3_ray.acceptance.kept import Kept, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
-from eagle3_ray.acceptance.serving import PLAIN, Serving
+from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.suspicion import examine
 from eagle3_ray.acceptance.table import by_group, table
+from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.rendering import Renderer

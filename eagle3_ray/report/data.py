@@ -6,7 +6,6 @@ Text appears here and nowhere else in a run: examples are decoded with special t
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import RunDir
 from eagle3_ray.target.files import TargetError, resolve
-from eagle3_ray.target.on_policy import OnPolicyLimits
 
 CAPTURE = "capture"
 
@@ -97,19 +95,17 @@ def generated(run: RunDir) -> dict[str, Any] | None:
 
 def captured(run: RunDir) -> dict[str, Any] | None:
     """The capture stage: what is stored, and how far each answer is from what the target says of it now."""
-    entry = run.manifest().get(CAPTURE)
-    if entry is None:
+    if CAPTURE not in run.manifest():
         return None
     import duckdb
 
     summary = run.summary(CAPTURE) or {}
-    limits = vars(OnPolicyLimits())
     names = ("expected", "rows", "quarantined", "tokens", "tokens_per_second", "bytes", "bytes_per_token")
     found: dict[str, Any] = {
         "status": _status(run, CAPTURE),
         **{name: summary.get(name) for name in names},
         "by_reason": summary.get("quarantined_by_reason", {}),
-        "limit": asdict(limits[dtype]) if (dtype := entry["fingerprint"].get("capture.dtype")) in limits else None,
+        "limit": summary.get("limit"),
         "scores": None,
         "warnings": list(summary.get("warnings", [])),
         "stopped_by": summary.get("stopped_by"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.acceptance.serving import PLAIN
+from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.runs import RunDir
 
 EVALUATE = "evaluate"

@@ -263,7 +263,7 @@ def test_another_target_of_other_sizes_is_named_by_them(world: World) -> None:
 
 
 def info(**fields: Any) -> EngineInfo:
-    return replace(EngineInfo("EAGLE3", "/models/drafter", 5, 1, 6, "/models/target", "bfloat16", "0.5.23"), **fields)
+    return replace(EngineInfo("EAGLE3", "/models/drafter", 5, 1, "/models/target", "bfloat16", "0.5.23"), **fields)
 
 
 def test_the_older_algorithm_is_named() -> None:

@@ -34,7 +34,7 @@ from eagle3_ray.decontaminate import EvaluationTexts
 from eagle3_ray.instruction_sets import PUBLIC_SETS, Named, Place, PublicSet, RunQuestions, parse_row, rows_of
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, find, open_filesystem, read
 from eagle3_ray.records import SEQUENCES
-from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, write_json
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, read_json, write_json
 
 STAGE = "prepare"
 RECORD = "prepared.json"
@@ -165,13 +165,14 @@ def _finished(folder: Path, made_with: Mapping[str, Any]) -> dict[str, Any] | No
         return None
     if not folder.exists():
         return None
+    if not (folder / RECORD).is_file():
+        raise RunError(f"{folder} was not made by the prepare job; give another OUT.")
+    remedy = f"Move {folder} aside and run again."
+    record = read_json(folder / RECORD, remedy)
     try:
-        record = json.loads((folder / RECORD).read_text())
         known, sizes, summary = record["made_with"], record["files"], record["summary"]
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{folder} was not made by the prepare job; give another OUT.") from None
-    except (ValueError, KeyError) as error:
-        raise RunError(f"{folder / RECORD} is damaged ({error}); move {folder} aside and run again.") from None
+    except KeyError as error:
+        raise RunError(f"{folder / RECORD} is damaged (it has no {error}). {remedy}") from None
     differing = [field for field in {**known, **made_with} if known.get(field) != made_with.get(field)]
     if differing:
         said = "; ".join(f"{field} was {known.get(field)} and is now {made_with.get(field)}" for field in differing)

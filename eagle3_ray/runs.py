@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.json_files import DamagedJson, read_object
+from eagle3_ray.json_files import read_object
 
 SUCCESS = "_SUCCESS"
 
@@ -207,15 +207,8 @@ class WriterLock:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        RunError: it holds no such thing; the message ends in `remedy`.
-    """
-    try:
-        return read_object(path)
-    except DamagedJson as error:
-        raise RunError(f"{error}. {remedy}") from None
+    """The JSON object in a file of a run. Raises RunError: it holds no such thing; the message ends in `remedy`."""
+    return read_object(path, remedy, RunError)
 
 
 def command(argv: Sequence[str]) -> str:

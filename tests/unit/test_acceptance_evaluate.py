@@ -17,7 +17,7 @@ from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.evaluate import EvaluateSettings, dry_run, evaluate, run, settings_of
 from eagle3_ray.prompts import PromptSourceError
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import RunDir, RunError
 from tests.fakes.sglang_server import FakeServer
 from tests.tiny_target import IM_END, VOCAB_SIZE
 
@@ -148,6 +148,13 @@ def test_the_next_job_measures_only_the_engines_that_are_missing(
     assert asked == [0, 6 + 2 * 2]  # the other drafter's 6 prompts, and 2 for each speed
     (tmp_path / "gsm.jsonl").write_text('{"prompt": "another question?"}\n')
     assert evaluate(settings, kept)["engines"]["none"]["answers"] == 3
+
+
+@pytest.mark.parametrize("damage", ["{", "[]"])
+def test_a_damaged_measurement_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "k.json").write_text(damage)
+    with pytest.raises(RunError, match=r"k\.json is damaged .*Remove it; the next job measures that engine again"):
+        Kept(tmp_path).get("none", "k", pytest.fail)
 
 
 def test_a_plain_engine_that_speculates_is_refused(settings: EvaluateSettings, drafted: FakeServer) -> None:

@@ -298,9 +298,10 @@ def test_a_folder_of_something_else_a_damaged_one_and_a_changed_one_are_refused(
     (out / "a.jsonl").write_text("")
     with pytest.raises(RunError, match=r"a\.jsonl is gone or was changed"):
         prepare.run(str(out), [source])
-    (out / "prepared.json").write_text("{")
-    with pytest.raises(RunError, match="damaged"):
-        prepare.run(str(out), [source])
+    for damage in ("{", "[]", "{}"):
+        (out / "prepared.json").write_text(damage)
+        with pytest.raises(RunError, match=r"prepared\.json is damaged .*Move .* aside"):
+            prepare.run(str(out), [source])
     (out / "prepared.json").unlink()
     with pytest.raises(RunError, match="not made by the prepare job"):
         prepare.run(str(out), [source])

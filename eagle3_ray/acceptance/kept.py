@@ -13,14 +13,12 @@ from eagle3_ray.runs import read_json, write_json
 
 @dataclass(frozen=True)
 class Kept:
-    """A folder with a JSON file of each result; None keeps nothing."""
+    """A folder with a JSON file of each result."""
 
-    folder: Path | None = None
+    folder: Path
 
     def get(self, name: str, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result under `key`, measured now unless it is there. Raises RunError: what is there is damaged."""
-        if self.folder is None:
-            return measure()
         path = self.folder / f"{key}.json"
         if path.exists():
             print(f"{name}: measured by an earlier job", file=sys.stderr)

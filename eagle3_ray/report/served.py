@@ -26,7 +26,7 @@ def evaluated(run: RunDir) -> dict[str, Any] | None:
     drafters = [_drafter(run, name, engine) for name, engine in engines.items()]
     order = ("none", "fresh", "baseline", "trained")
     settings = summary.get("settings", {})
-    names = ("prompts", "limit", "max_new_tokens", "temperature", "steps", "speed_prompts")
+    names = ("prompts", "limit", "max_new_tokens", "steps", "speed_prompts")
     return {
         "status": summary["status"],
         "settings": {name: settings.get(name) for name in names},

@@ -230,7 +230,6 @@ def _evaluated(run: RunDir) -> None:
                 "prompts": ["/eval/gsm8k.jsonl"],
                 "limit": 80,
                 "max_new_tokens": 128,
-                "temperature": 0.0,
                 "steps": 5,
             },
             "engines": {

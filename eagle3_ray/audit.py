@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 _LONGEST_PERIOD = 32
 _PROMPT_TAIL = 8  # tokens at a prompt's end in which a template closes an empty reasoning block
@@ -122,22 +121,3 @@ class Evidence:
                 f"{common}. Look at them with `python jobs/doctor.py RUN`."
             )
         return None
-
-
-_REPORT = """
-SELECT partition, count(*) AS rows, sum(len(output_ids))::BIGINT AS output_tokens,
-       round(avg(len(output_ids)), 1) AS mean_tokens,
-       quantile_disc(len(output_ids), [0.5, 0.9, 0.99]) AS token_quantiles,
-       round(avg((finish_reason = 'length')::INT), 4) AS truncated_share,
-       round(avg(list_has_any(output_ids, $boundary)::INT), 4) AS boundary_share
-FROM read_parquet($files) GROUP BY partition ORDER BY partition
-"""
-
-
-def report(db: Any, files: list[str], boundary_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Per partition of stored sequences: rows, tokens, lengths (median, 90th and 99th percentile), shares."""
-    if not files:
-        return []
-    result = db.execute(_REPORT, {"files": files, "boundary": sorted(boundary_ids) or [-1]})
-    names = [column[0] for column in result.description]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_ray import plan
@@ -113,9 +112,10 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
             if json.loads(stored.get(b"eagle3_ray.fingerprint", b"{}")) != entry["fingerprint"]:
                 yield f"{file} was made with other settings than the manifest says; move it out of the run"
             try:
-                rows = pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist()
-            except (OSError, pa.ArrowException) as error:
-                yield str(ledger.damage(file, error))
+                with ledger.reading(file):
+                    rows = pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist()
+            except RunError as damage:
+                yield str(damage)
                 continue
             for row in rows:
                 wrong_sha += token_sha(row["prompt_ids"], row["output_ids"]) != row["token_sha"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_ray.audit import VARYING
-from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.ledger import STAGE, Ledger, select
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import RunDir
@@ -84,7 +84,7 @@ def generated(run: RunDir) -> dict[str, Any] | None:
         if sequences:
             found["lengths"] = _lengths(db, sequences)
             found["latency_s"] = _latency(db, sequences)
-            found["endpoints"] = _records(db, _ENDPOINTS, {"files": sequences})
+            found["endpoints"] = select(db, _ENDPOINTS, {"files": sequences})
             by_file = db.execute(_FILES, {"files": sequences}).fetchall()
             written = [(Path(file).stat().st_mtime, tokens) for file, tokens in by_file]
             found["speed"]["over_time"] = over_time(written, summary.get("servers_best_tokens_per_second"))
@@ -124,12 +124,6 @@ def _status(run: RunDir, stage: str) -> str:
     if run.succeeded(stage):
         return "complete"
     return str((run.summary(stage) or {}).get("status", "not complete"))
-
-
-def _records(db: Any, query: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    result = db.execute(query, parameters)
-    names = [column[0] for column in result.description]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
 
 def _lengths(db: Any, files: list[str]) -> dict[str, Any]:
@@ -231,7 +225,7 @@ def _rejections(db: Any, files: list[str], kinds: dict[str, int], target: dict[s
     rejections: list[dict[str, Any]] = [{"kind": kind, "rows": rows} for kind, rows in kinds.items()]
     for kind in rejections[:_REASONS]:
         wanted = {"files": files, "varying": VARYING, "kind": kind["kind"], "limit": _EXAMPLES}
-        kind["examples"] = [_example(row, renderer) for row in _records(db, _OF_KIND, wanted)]
+        kind["examples"] = [_example(row, renderer) for row in select(db, _OF_KIND, wanted)]
     return {
         "rejections": rejections,
         "special_tokens": renderer.special_tokens if renderer else [],

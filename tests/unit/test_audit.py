@@ -19,8 +19,8 @@ from eagle3_ray.audit import (
     judge,
     kind_of,
     loop_length,
-    report,
 )
+from eagle3_ray.ledger import report
 from eagle3_ray.prompts import BadPrompt, parse
 from eagle3_ray.records import SEQUENCE_SCHEMA
 

@@ -22,11 +22,11 @@ from ray.data.block import BlockMetadata
 from ray.data.checkpoint import CheckpointConfig, CheckpointManager
 from ray.data.datasource import ReadTask
 
-from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER
-from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.ledger import Ledger
 from eagle3_ray.plan import damaged_units, reading_units
 from eagle3_ray.plan_units import UNIT_SCHEMA
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.records import BLOCK_SCHEMA, FOLDER
+from eagle3_ray.runs import GENERATE, RunDir, RunError, WriterLock
 
 _ROWS_PER_FILE = 1024
 LIGHT = 0.25
@@ -125,7 +125,7 @@ class SequenceSink(ParquetDatasink):  # type: ignore[misc]
     """
 
     def __init__(self, run_dir: RunDir, token: str) -> None:
-        fingerprint = json.dumps(run_dir.manifest()[STAGE]["fingerprint"])
+        fingerprint = json.dumps(run_dir.manifest()[GENERATE]["fingerprint"])
         super().__init__(
             str(Ledger(run_dir).rows),
             partition_cols=[FOLDER],

@@ -7,19 +7,19 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from eagle3_ray import plan
-from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.ledger import Ledger
 from eagle3_ray.records import REJECTED, SEQUENCES, token_sha
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError, WriterLock
 from eagle3_ray.states_cache import DamagedShard, about
 from eagle3_ray.target.files import resolve
 
 _SAMPLE_TOKENS = 60
 _KINDS = 20  # of rejection, the most frequent
 _LATER = {
-    "capture": ("rows", "quarantined", "tokens", "bytes"),
-    "train": ("steps", "loss", "chain_acceptance_length", "drafter_dir"),
-    "evaluate": ("best_drafter", "acceptance_length"),
+    CAPTURE: ("rows", "quarantined", "tokens", "bytes"),
+    TRAIN: ("steps", "loss", "chain_acceptance_length", "drafter_dir"),
+    EVALUATE: ("best_drafter", "acceptance_length"),
 }
 """Stages behind generate, and what of their summaries tells most."""
 
@@ -32,23 +32,23 @@ def describe(run: RunDir) -> str:
     """
     manifest = run.manifest()
     failed = [f"  PROBLEM: {failure}"] if (failure := run.last_job_failed()) else []
-    if STAGE not in manifest and failed:
+    if GENERATE not in manifest and failed:
         return "\n".join([f"{run.path}", *failed])
-    if STAGE not in manifest:
+    if GENERATE not in manifest:
         raise RunError(f"{run.path} holds no run (no manifest.json with a stage). Start one with jobs/generate.py.")
-    entry = manifest[STAGE]
+    entry = manifest[GENERATE]
     ledger = Ledger(run)
     try:
         ledger.check()
     except RunError as damage:
         return "\n".join([f"{run.path}", *failed, f"  PROBLEM: {damage}"])
-    known = plan.load(run.stage(STAGE) / "plan")
+    known = plan.load(run.stage(GENERATE) / "plan")
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
     missing = expected - counts["rows"] - counts["rejected"]
     state = (
         "complete"
-        if run.succeeded(STAGE) and not missing
+        if run.succeeded(GENERATE) and not missing
         else "a job is writing"
         if WriterLock.is_held(run)
         else "not complete"
@@ -95,7 +95,7 @@ def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
             yield f"  PROBLEM: the last job stopped: {told['stopped_by']}"
         for warning in told.get("warnings", ()):
             yield f"  PROBLEM: {warning}"
-    for shard in sorted((run.stage("capture") / "shards").glob("*.parquet")):
+    for shard in sorted((run.stage(CAPTURE) / "shards").glob("*.parquet")):
         try:
             about(shard)
         except DamagedShard as damage:
@@ -124,8 +124,8 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
     pending = len(list(ledger.checkpoint.glob("*.pending.parquet")))
     if pending and not WriterLock.is_held(run):
         yield f"{pending} files were being written when a job ended; the next job writes them anew"
-    summary = run.summary(STAGE)
-    if summary and not run.succeeded(STAGE):
+    summary = run.summary(GENERATE)
+    if summary and not run.succeeded(GENERATE):
         if summary["stopped_by"]:
             yield f"the last job stopped: {summary['stopped_by']}"
         if summary["last_failure"]:

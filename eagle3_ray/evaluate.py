@@ -31,13 +31,11 @@ from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.config import Config, ConfigError, Evaluate, Target
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import SUCCESS, RunDir, WriterLock
+from eagle3_ray.runs import EVALUATE, SUCCESS, TRAIN, RunDir, WriterLock
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.sglang_cpu.processes import ServerFailed
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
-
-STAGE = "evaluate"
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class EvaluateSettings:
     api_key: str | None = field(default=None, repr=False)
 
 
-@carried_out(STAGE)
+@carried_out(EVALUATE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage and returns its summary; a run that was evaluated with these drafters and settings is left alone.
 
@@ -64,18 +62,18 @@ def run(config: Config) -> dict[str, Any]:
     with WriterLock(run_dir):
         questions = load_questions(settings.section.prompts, settings.section.limit)
         key = _key(settings, settings.section.drafters, resolve(settings.target.model), questions)
-        if run_dir.succeeded_with(STAGE, key) and (known := run_dir.summary(STAGE)) is not None:
+        if run_dir.succeeded_with(EVALUATE, key) and (known := run_dir.summary(EVALUATE)) is not None:
             print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
             _say(table(known["engines"]))
             return known
         if settings.section.gpus:
             cluster.connect()
             cluster.require(cluster.Need("engine", 1, 1, settings.section.gpus))
-        (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
-        summary = evaluate(settings, Kept(run_dir.stage(STAGE) / "measured"))
-        run_dir.write_summary(STAGE, summary)
+        (run_dir.stage(EVALUATE) / SUCCESS).unlink(missing_ok=True)
+        summary = evaluate(settings, Kept(run_dir.stage(EVALUATE) / "measured"))
+        run_dir.write_summary(EVALUATE, summary)
         if summary["status"] == "complete":
-            run_dir.succeed(STAGE, key)
+            run_dir.succeed(EVALUATE, key)
         return summary
 
 
@@ -99,7 +97,7 @@ def settings_of(config: Config) -> EvaluateSettings:
         ConfigError: no questions, no drafter to measure, or an endpoint of none of them.
     """
     section, run_dir = config.evaluate, RunDir(config.run.dir)
-    trained, fresh = run_dir.stage("train") / "drafter", run_dir.stage("train") / "initial"
+    trained, fresh = run_dir.stage(TRAIN) / "drafter", run_dir.stage(TRAIN) / "initial"
     drafters = section.drafters or [str(folder) for folder in (fresh, trained) if folder.is_dir()]
     if not drafters:
         raise ConfigError(
@@ -117,7 +115,7 @@ def settings_of(config: Config) -> EvaluateSettings:
         if drafter not in dict(endpoints) and not Path(drafter).is_dir():
             raise ConfigError(f"evaluate.drafters={drafter} is no folder. Name an exported drafter.")
     expected = {str(fresh): 1.0}
-    if (found := (run_dir.summary("train") or {}).get("chain_acceptance_length")) is not None:
+    if (found := (run_dir.summary(TRAIN) or {}).get("chain_acceptance_length")) is not None:
         expected[str(trained)] = found
     return EvaluateSettings(
         section=section.model_copy(update={"drafters": drafters}),
@@ -162,7 +160,7 @@ def evaluate(settings: EvaluateSettings, kept: Kept) -> dict[str, Any]:
         default=None,
     )
     return {
-        "stage": STAGE,
+        "stage": EVALUATE,
         "status": "stopped" if stopped_by else "complete",
         "stopped_by": stopped_by,
         "warnings": warnings,

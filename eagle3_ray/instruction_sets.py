@@ -11,12 +11,11 @@ from pathlib import PurePosixPath
 
 import pyarrow.parquet as pq
 
-from eagle3_ray.ledger import STAGE as GENERATE
 from eagle3_ray.ledger import Ledger
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, hub_rows, parse, read, usual_form
 from eagle3_ray.records import SEQUENCES
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import GENERATE, RunDir
 from eagle3_ray.target.files import resolve
 
 Rows = Iterator[tuple[str, str, bytes]]

@@ -11,10 +11,7 @@ import pyarrow.parquet as pq
 
 from eagle3_ray.audit import VARYING
 from eagle3_ray.records import REJECTED, SEQUENCES
-from eagle3_ray.runs import RunDir, RunError
-
-STAGE = "generate"
-
+from eagle3_ray.runs import GENERATE, RunDir, RunError
 
 _REPORT = """
 SELECT partition, count(*) AS rows, sum(len(output_ids))::BIGINT AS output_tokens,
@@ -35,7 +32,7 @@ class Ledger:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run = run_dir.path
-        self.stage = run_dir.stage(STAGE)
+        self.stage = run_dir.stage(GENERATE)
 
     @property
     def rows(self) -> Path:
@@ -71,7 +68,7 @@ class Ledger:
         """What to say, and to do, about a file that cannot be read."""
         return RunError(
             f"{file} is damaged ({str(error).splitlines()[0]}). Set the stage aside with `python jobs/doctor.py "
-            f"{self._run} --quarantine {STAGE}` and generate again."
+            f"{self._run} --quarantine {GENERATE}` and generate again."
         )
 
     def by_partition(self) -> dict[str, int]:

@@ -23,6 +23,8 @@ from typing import Any
 from eagle3_ray.json_files import read_object
 
 SUCCESS = "_SUCCESS"
+GENERATE, CAPTURE, TRAIN, EVALUATE = "generate", "capture", "train", "evaluate"
+"""The stages of a run: their folders, and their names in the manifest."""
 
 Fingerprint = Mapping[str, str | int | float | bool | None]
 

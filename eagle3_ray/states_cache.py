@@ -40,6 +40,20 @@ _SCHEMA = pa.schema(
         ("likeliest", pa.binary()),
     ]
 )
+SCORES_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("sequence_id", pa.string()),
+        ("tokens", pa.int32()),
+        ("mean_difference", pa.float32()),
+        ("worst_window", pa.float32()),
+        ("relative_difference", pa.float32()),
+        ("argmax_agreement", pa.float32()),
+        ("mean_logprob", pa.float32()),
+        ("reason", pa.string()),  # null unless the sequence is set aside
+    ]
+)
+"""What the on-policy check found, a row per sequence."""
 _ABOUT = b"eagle3_ray.shard"
 _SEAL = b"eagle3_ray.shard_sha256"
 _UNREADABLE = (OSError, pa.ArrowException, LookupError, MemoryError, TypeError, ValueError)
@@ -203,6 +217,24 @@ class StatesCache:
             return stored, None, likeliest
         scales = np.frombuffer(bytearray(b"".join(chunks["scales"])), "<f4").reshape(-1, STATES)
         return stored, scales, likeliest
+
+
+def write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
+    """Writes a shard's scores, a row a sequence: SCORES_SCHEMA."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path, write_page_checksum=True)
+
+
+def read_scores(path: Path) -> pa.Table:
+    """A shard's scores, a row a sequence: SCORES_SCHEMA.
+
+    Raises:
+        DamagedShard: they are missing or not what was written.
+    """
+    try:
+        return pq.read_table(path, schema=SCORES_SCHEMA, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedShard(path, str(error).splitlines()[0]) from None
 
 
 def sweep(folder: Path) -> None:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_ray.audit import VARYING
-from eagle3_ray.ledger import STAGE, Ledger, select
+from eagle3_ray.ledger import Ledger, select
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import CAPTURE, GENERATE, RunDir
 from eagle3_ray.target.files import TargetError, resolve
-
-CAPTURE = "capture"
 
 _BINS = 24
 _SMALLEST = 1e-8  # differences under it are rounding of the float32 that they are stored in
@@ -52,17 +50,17 @@ WHERE regexp_replace(reason, $varying, 'N', 'g') = $kind ORDER BY sequence_id LI
 
 def generated(run: RunDir) -> dict[str, Any] | None:
     """The generate stage: counts, lengths and ends, speed, rejections with examples. None before it ran."""
-    entry = run.manifest().get(STAGE)
+    entry = run.manifest().get(GENERATE)
     if entry is None:
         return None
     import duckdb
 
     config = entry.get("config", {})
-    ledger, summary = Ledger(run), run.summary(STAGE) or {}
+    ledger, summary = Ledger(run), run.summary(GENERATE) or {}
     sequences, rejected = ledger.files(SEQUENCES), ledger.files(REJECTED)
     counts = ledger.count(config.get("audit", {}).get("boundary_ids", []))
     found: dict[str, Any] = {
-        "status": _status(run, STAGE),
+        "status": _status(run, GENERATE),
         "model": config.get("target", {}).get("model"),
         "sampling": {k: entry["fingerprint"].get(f"generate.{k}") for k in ("temperature", "top_p", "max_new_tokens")},
         "expected": summary.get("expected"),

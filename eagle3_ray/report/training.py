@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_ray.runs import RunDir, read_json
+from eagle3_ray.runs import TRAIN, RunDir, read_json
 from eagle3_ray.train_log import LOG, read_log
-
-TRAIN = "train"
 
 _POINTS = 300
 

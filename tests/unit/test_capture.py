@@ -8,8 +8,8 @@ import pytest
 
 from eagle3_ray import capture, corpus
 from eagle3_ray.capture_plan import Plan, Shard
-from eagle3_ray.capturer import _write_scores
 from eagle3_ray.config import Capture
+from eagle3_ray.states_cache import write_scores
 from eagle3_ray.target.files import resolve
 from tests.runs import make_run, sequence
 from tests.tiny_target import make_tiny_target
@@ -47,7 +47,7 @@ def test_sequences_that_are_set_aside_for_one_cause_are_counted_as_one_kind(tmp_
         "log-probabilities differ from the recorded ones by 1.2e+01 nats over 7 tokens, limit 0.001",
     ]
     rows: list[dict[str, Any]] = [{"row": i, "sequence_id": f"s{i}", "reason": why} for i, why in enumerate(reasons)]
-    _write_scores(tmp_path / "0.parquet", rows)
+    write_scores(tmp_path / "0.parquet", rows)
     counts, _ = capture._scores(tmp_path, [Shard("0", (0, 1, 2, 3))])
     assert counts == {
         "log-probabilities differ from the recorded ones by N nats over N tokens, limit N": 2,

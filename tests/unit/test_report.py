@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_ray.acceptance.tally import Acceptance
-from eagle3_ray.capturer import SCORES_SCHEMA
 from eagle3_ray.records import SEQUENCE_SCHEMA
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.report import collect, write_report
 from eagle3_ray.report.collect import without_secrets
 from eagle3_ray.report.data import over_time
 from eagle3_ray.runs import RunDir, RunError, write_json
+from eagle3_ray.states_cache import SCORES_SCHEMA
 from tests.runs import make_run, sequence
 from tests.tiny_target import IM_END, IM_START, make_tiny_target
 

@@ -20,12 +20,12 @@ from typing import Any
 import ray
 
 from eagle3_ray import cluster
+from eagle3_ray.acceptance.diagnosis import examine
 from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversations, engine_info, measure
 from eagle3_ray.acceptance.kept import Kept, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
 from eagle3_ray.acceptance.serving import Serving
-from eagle3_ray.acceptance.suspicion import examine
 from eagle3_ray.acceptance.table import by_group, table
 from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.config import Config, ConfigError, Evaluate, Target

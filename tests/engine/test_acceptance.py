@@ -119,7 +119,7 @@ def test_engine_reference_decoder_and_replay_count_the_same_verify_steps(
         sequence = TokenSequence(str(len(recorded)), np.array(ids, dtype=np.int32), len(prompt))
         recorded.append((sequence, States(sequence.sequence_id, aux_hidden, aux_hidden)))
     assert pool(decoded).as_json() == engine["acceptance"]["all"]
-    replayed = replay(drafter, embed, recorded, STEPS).walked
+    replayed = replay(drafter, embed, recorded, STEPS)
     assert (replayed.tokens, replayed.verify_steps) == (pool(decoded).tokens, pool(decoded).verify_steps)
 
 

@@ -61,7 +61,7 @@ def run(config: Config) -> dict[str, Any]:
         if done and (summary := run_dir.summary(CAPTURE)) is not None:
             print(f"{run_dir.path} is captured; nothing to do", file=sys.stderr)
             return summary
-        plan.say()
+        print(plan.text(), file=sys.stderr)
         plan.check_room()
         cluster.connect()
         cluster.require(need(config.capture))

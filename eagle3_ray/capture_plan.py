@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +88,6 @@ class Plan:
         if need > self.free_bytes:
             lines.append("  this does not fit: use train.feed=stream, which writes nothing")
         return "\n".join(lines)
-
-    def say(self) -> None:
-        print(self.text(), file=sys.stderr)
 
     def check_room(self) -> None:
         """Raises ConfigError where the disk cannot hold the states."""

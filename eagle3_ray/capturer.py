@@ -20,8 +20,9 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.metrics import CaptureMetrics
 from eagle3_ray.runs import RunError, WriterLock
 from eagle3_ray.states_cache import ShardWriter, encode, write_scores
+from eagle3_ray.target.on_policy import OnPolicyLimits, Score, on_policy
 from eagle3_ray.target.parts import load_parts
-from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, second_route, self_check
+from eagle3_ray.target.proof import second_route, self_check
 from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TargetReplaced, TokenSequence
 
 _PROBES = 2
@@ -171,10 +172,6 @@ class Capturer:
         if group:
             yield group
 
-    def close(self) -> None:
-        """Gives back what the target holds: memory, processes, files."""
-        self._target.close()
-
     def _sequence(self, row: int) -> TokenSequence:
         return TokenSequence(self._corpus.sequence_id(row), self._corpus.ids(row), int(self._corpus.prompt_tokens[row]))
 
@@ -249,7 +246,6 @@ class ShardCapturer:
         tokens = sum(int(self._corpus.tokens[row]) for row in rows)
         set_aside = sum(score["reason"] is not None for score in scores)
         return {
-            "sequences": [len(rows) - set_aside],
             "set_aside": [set_aside],
             "tokens": [tokens],
             "bytes": [size],

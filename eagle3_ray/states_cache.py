@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-STORAGES = ("bf16", "fp8", "fp32")
 STATES = 4
 """Hidden states that are kept of each token: three auxiliary ones and the last."""
 
@@ -241,17 +240,3 @@ def sweep(folder: Path) -> None:
     """Removes what a killed job was writing."""
     for path in folder.glob(".*"):
         path.unlink()
-
-
-def verify(paths: Sequence[Path]) -> Iterator[DamagedShard]:
-    """Reads every page of the shards and yields what is damaged."""
-    for path in paths:
-        try:
-            about(path)
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                for group in range(file.num_row_groups):
-                    file.read_row_group(group)
-        except DamagedShard as damage:
-            yield damage
-        except _UNREADABLE as error:
-            yield DamagedShard(path, _first_line(error))

@@ -46,13 +46,7 @@ def describe(run: RunDir) -> str:
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
     missing = expected - counts["rows"] - counts["rejected"]
-    state = (
-        "complete"
-        if run.succeeded(GENERATE) and not missing
-        else "a job is writing"
-        if WriterLock.is_held(run)
-        else "not complete"
-    )
+    state = _state(run, run.succeeded(GENERATE) and not missing)
     lines = [
         f"{run.path}",
         *failed,
@@ -79,6 +73,10 @@ def describe(run: RunDir) -> str:
     return "\n".join(lines)
 
 
+def _state(run: RunDir, complete: bool) -> str:
+    return "complete" if complete else "a job is writing" if WriterLock.is_held(run) else "not complete"
+
+
 def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
     """A line for each stage that ran behind the generate stage, and what is wrong with it."""
     for stage, keys in _LATER.items():
@@ -86,11 +84,8 @@ def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
         if stage not in manifest and summary is None:
             continue
         told = summary or {}
-        state = (
-            "complete" if run.succeeded(stage) else "a job is writing" if WriterLock.is_held(run) else "not complete"
-        )
         facts = ", ".join(f"{key} {told[key]}" for key in keys if told.get(key) is not None)
-        yield f"{stage}: {state}{', ' + facts if facts else ''}"
+        yield f"{stage}: {_state(run, run.succeeded(stage))}{', ' + facts if facts else ''}"
         if told.get("stopped_by") and not run.succeeded(stage):
             yield f"  PROBLEM: the last job stopped: {told['stopped_by']}"
         for warning in told.get("warnings", ()):

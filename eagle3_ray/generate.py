@@ -26,7 +26,7 @@ from eagle3_ray.ledger import Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.plan_units import ROWS_PER_GROUP
 from eagle3_ray.prompts import find
-from eagle3_ray.registry import start as start_registry
+from eagle3_ray.registry import Registry
 from eagle3_ray.runs import GENERATE, FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
@@ -63,7 +63,7 @@ def run(config: Config) -> dict[str, Any]:
             if work.plan.expected == 0:
                 raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
             _claim(run_dir, config, target, work.facts)
-            observer = telemetry.start(work.rules)
+            observer = cluster.beside_the_driver(telemetry.Telemetry, work.rules, max_task_retries=-1)
             registry = _registry(run_dir, config, work, observer)
             expected = {p.partition: p.expected for p in work.plan.partitions}
             stopped_by = None
@@ -173,7 +173,7 @@ def _prepare(
 def _registry(run_dir: RunDir, config: Config, work: _Work, observer: Any) -> Any:
     timeout_s = config.generate.request_timeout_s
     known = (work.facts, work.material, work.sampling, _api_key(config), timeout_s, observer)
-    return start_registry(f"servers of {run_dir.path}", *known)
+    return cluster.beside_the_driver(Registry, *known, name=f"servers of {run_dir.path}")
 
 
 def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, registry: Any, token: str) -> None:

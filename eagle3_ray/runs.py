@@ -220,10 +220,15 @@ def command(argv: Sequence[str]) -> str:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    """`write_text` of JSON."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=False) + "\n")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

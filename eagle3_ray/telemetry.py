@@ -15,7 +15,6 @@ import ray
 
 from eagle3_ray import run_log
 from eagle3_ray.audit import AuditRules, Evidence
-from eagle3_ray.cluster import beside_the_driver
 
 _SAY_EVERY_S = 5.0
 _WINDOW_S = 30.0
@@ -305,8 +304,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def start(rules: AuditRules) -> Any:
-    """Starts the actor; it ends with the job."""
-    return ray.remote(Telemetry).options(max_task_retries=-1, **beside_the_driver()).remote(rules)

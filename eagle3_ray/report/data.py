@@ -60,7 +60,7 @@ def generated(run: RunDir) -> dict[str, Any] | None:
     sequences, rejected = ledger.files(SEQUENCES), ledger.files(REJECTED)
     counts = ledger.count(config.get("audit", {}).get("boundary_ids", []))
     found: dict[str, Any] = {
-        "status": _status(run, GENERATE),
+        "status": state_of(run, GENERATE),
         "model": config.get("target", {}).get("model"),
         "sampling": {k: entry["fingerprint"].get(f"generate.{k}") for k in ("temperature", "top_p", "max_new_tokens")},
         "expected": summary.get("expected"),
@@ -100,7 +100,7 @@ def captured(run: RunDir) -> dict[str, Any] | None:
     summary = run.summary(CAPTURE) or {}
     names = ("expected", "rows", "quarantined", "tokens", "tokens_per_second", "bytes", "bytes_per_token")
     found: dict[str, Any] = {
-        "status": _status(run, CAPTURE),
+        "status": state_of(run, CAPTURE),
         **{name: summary.get(name) for name in names},
         "by_reason": summary.get("quarantined_by_reason", {}),
         "limit": summary.get("limit"),
@@ -118,7 +118,8 @@ def captured(run: RunDir) -> dict[str, Any] | None:
     return found
 
 
-def _status(run: RunDir, stage: str) -> str:
+def state_of(run: RunDir, stage: str) -> str:
+    """What the last job made of a stage."""
     if run.succeeded(stage):
         return "complete"
     return str((run.summary(stage) or {}).get("status", "not complete"))

@@ -8,10 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 _LONGEST_PERIOD = 32
 _PROMPT_TAIL = 8  # tokens at a prompt's end in which a template closes an empty reasoning block
+
+VARYING = r"""\B'[^']*'|\B"[^"]*"|[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?"""
+"""What differs between two reasons of one kind, numbers and quoted words, as Python and DuckDB both read it."""
+
+
+def kind_of(reason: str) -> str:
+    """A reason without what is of one row only, so that reasons can be counted."""
+    return re.sub(VARYING, "N", reason)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Evidence:
         """Counts one answer. A boundary is due where the answer is whole and the prompt did not bring it along."""
         self.rows += 1
         if reason is not None:
-            self.reasons[re.sub(r"(position|loop of) \d+", r"\1 N", reason)] += 1
+            self.reasons[kind_of(reason)] += 1
         if stopped and boundary_due(prompt_ids, rules):
             self.boundary_due += 1
             self.boundary_seen += not rules.boundary_ids.isdisjoint(output_ids)
@@ -114,22 +121,3 @@ class Evidence:
                 f"{common}. Look at them with `python jobs/doctor.py RUN`."
             )
         return None
-
-
-_REPORT = """
-SELECT partition, count(*) AS rows, sum(len(output_ids))::BIGINT AS output_tokens,
-       round(avg(len(output_ids)), 1) AS mean_tokens,
-       quantile_disc(len(output_ids), [0.5, 0.9, 0.99]) AS token_quantiles,
-       round(avg((finish_reason = 'length')::INT), 4) AS truncated_share,
-       round(avg(list_has_any(output_ids, $boundary)::INT), 4) AS boundary_share
-FROM read_parquet($files) GROUP BY partition ORDER BY partition
-"""
-
-
-def report(db: Any, files: list[str], boundary_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Per partition of stored sequences: rows, tokens, lengths (median, 90th and 99th percentile), shares."""
-    if not files:
-        return []
-    result = db.execute(_REPORT, {"files": files, "boundary": sorted(boundary_ids) or [-1]})
-    names = [column[0] for column in result.description]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

@@ -46,12 +46,6 @@ def pack(tokens: npt.NDArray[np.int64], rows: Sequence[int], batch_tokens: int, 
     return [batches[place] for place in rng.permutation(len(batches))]
 
 
-def fill(tokens: npt.NDArray[np.int64], batches: Sequence[Batch], batch_tokens: int) -> float:
-    """The share of the batches' room that holds tokens; over-long sequences count as one full batch each."""
-    used = [min(batch_tokens, sum(int(tokens[row]) for row in batch.rows)) for batch in batches]
-    return sum(used) / (batch_tokens * len(batches)) if batches else 1.0
-
-
 def steps(
     tokens: npt.NDArray[np.int64],
     rows: Sequence[int],

@@ -11,6 +11,8 @@ import hashlib
 import logging
 import sys
 import time
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +22,26 @@ import ray
 from ray.data import ActorPoolStrategy
 
 from eagle3_ray import cluster, corpus, run_log
-from eagle3_ray.capture_plan import STAGE as STAGE
+from eagle3_ray.audit import kind_of
 from eagle3_ray.capture_plan import Plan, Shard
-from eagle3_ray.capturer import CaptureSettings, ShardCapturer, read_scores
+from eagle3_ray.capturer import CaptureSettings, ShardCapturer
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
-from eagle3_ray.ledger import STAGE as GENERATE
-from eagle3_ray.runs import RunDir, RunError, WriterLock, command
+from eagle3_ray.runs import CAPTURE, GENERATE, RunDir, RunError, WriterLock, command
 from eagle3_ray.stages import carried_out
-from eagle3_ray.states_cache import about, sweep
+from eagle3_ray.states_cache import about, read_scores, sweep
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.on_policy import OnPolicyLimits
 from eagle3_ray.target.protocol import BatchHalved, TargetReplaced
 
+STAGE = CAPTURE
 _SAY_EVERY_S = 5.0
 _EVENTS = {BatchHalved.__name__: "batch halved", TargetReplaced.__name__: "target replaced"}
 
 
-@carried_out(STAGE)
+@carried_out(CAPTURE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 
@@ -53,18 +55,18 @@ def run(config: Config) -> dict[str, Any]:
         sequences = corpus.make(run_dir)
         check_corpus_is_of(run_dir, target)
         fingerprint = fingerprint_of(run_dir, config.capture, sequences, target)
-        run_dir.check(STAGE, fingerprint)
+        run_dir.check(CAPTURE, fingerprint)
         plan = Plan.make(run_dir, config.capture, sequences, target)
-        done = run_dir.succeeded_with(STAGE, sequences.key) and not plan.missing
-        if done and (summary := run_dir.summary(STAGE)) is not None:
+        done = run_dir.succeeded_with(CAPTURE, sequences.key) and not plan.missing
+        if done and (summary := run_dir.summary(CAPTURE)) is not None:
             print(f"{run_dir.path} is captured; nothing to do", file=sys.stderr)
             return summary
-        plan.say()
+        print(plan.text(), file=sys.stderr)
         plan.check_room()
         cluster.connect()
         cluster.require(need(config.capture))
-        run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
-        sweep(run_dir.stage(STAGE) / "shards")
+        run_dir.claim(CAPTURE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
+        sweep(run_dir.stage(CAPTURE) / "shards")
         progress = Progress(plan)
         stopped_by = None
         try:
@@ -75,9 +77,9 @@ def run(config: Config) -> dict[str, Any]:
         except (SystemExit, KeyboardInterrupt) as end:
             stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
         summary = _summarise(run_dir, config.capture, sequences, target, progress, stopped_by, started)
-        run_dir.write_summary(STAGE, summary)
+        run_dir.write_summary(CAPTURE, summary)
         if summary["status"] == "complete":
-            run_dir.succeed(STAGE, sequences.key)
+            run_dir.succeed(CAPTURE, sequences.key)
         return summary
 
 
@@ -172,9 +174,9 @@ def _pipeline(
         ShardCapturer,
         fn_constructor_args=(
             settings_of(run_dir, config, sequences, target),
-            str(run_dir.stage(STAGE)),
+            str(run_dir.stage(CAPTURE)),
             capture.storage,
-            {"fingerprint": run_dir.manifest()[STAGE]["fingerprint"]},
+            {"fingerprint": run_dir.manifest()[CAPTURE]["fingerprint"]},
             token,
         ),
         batch_size=1,
@@ -247,7 +249,7 @@ def _summarise(
     """Counts the cache itself."""
     plan = Plan.make(run_dir, capture, sequences, target)
     there = [shard for shard in plan.shards if shard not in plan.missing]
-    folder = run_dir.stage(STAGE)
+    folder = run_dir.stage(CAPTURE)
     rows = sum(len(about(folder / "shards" / f"{shard.name}.parquet")["rows"]) for shard in there)
     seen = sum(len(shard.rows) for shard in there)
     reasons, quantiles = _scores(folder / "scores", there)
@@ -257,7 +259,7 @@ def _summarise(
     if seen and (seen - rows) / seen > 0.02:
         warnings.append(f"{(seen - rows) / seen:.1%} of the sequences are not the target's own; see the reasons")
     return {
-        "stage": STAGE,
+        "stage": CAPTURE,
         "status": "complete" if not plan.missing else "stopped" if stopped_by else "incomplete",
         "expected": len(sequences),
         "rows": rows,
@@ -269,6 +271,7 @@ def _summarise(
         "bytes_per_token": plan.bytes_per_token,
         "bytes": sum((folder / "shards" / f"{shard.name}.parquet").stat().st_size for shard in there),
         "on_policy_difference": quantiles,
+        "limit": asdict(getattr(_limits(run_dir), _dtype(capture))),
         "quarantined_by_reason": reasons,
         "wall_s": round(time.monotonic() - started, 1),
         "start_up_s": None if progress.started is None else round(progress.started - started, 1),
@@ -285,10 +288,7 @@ def _scores(folder: Path, there: list[Shard]) -> tuple[dict[str, int], dict[str,
     if not files:
         return {}, {}
     table = pa.concat_tables(map(read_scores, files))
-    reasons: dict[str, int] = {}
-    for reason in table["reason"].drop_null().to_pylist():
-        kind = reason.partition(":")[0]
-        reasons[kind] = reasons.get(kind, 0) + 1
+    reasons = dict(Counter(map(kind_of, table["reason"].drop_null().to_pylist())).most_common())
     differences = table["mean_difference"].drop_null().to_numpy()
     if not len(differences):
         return reasons, {}

@@ -2,22 +2,18 @@
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from eagle3_ray.capturer import read_scores
 from eagle3_ray.config import Capture, ConfigError
 from eagle3_ray.corpus import Corpus
-from eagle3_ray.runs import RunDir
-from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token
+from eagle3_ray.runs import CAPTURE, RunDir
+from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, read_scores
 from eagle3_ray.target.files import TargetFiles
 from eagle3_ray.target.layers import text_config
-
-STAGE = "capture"
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Plan:
     @staticmethod
     def make(run_dir: RunDir, capture: Capture, sequences: Corpus, target: TargetFiles) -> "Plan":
         """Cuts the corpus into shards and looks which of them are there."""
-        folder = run_dir.stage(STAGE) / "shards"
+        folder = run_dir.stage(CAPTURE) / "shards"
         planned = shards(sequences, capture.shard_tokens)
         missing, broken = [], []
         for shard in planned:
@@ -56,7 +52,7 @@ class Plan:
                     missing.append(shard)
                 else:
                     about(path)
-                    read_scores(run_dir.stage(STAGE) / "scores" / path.name)
+                    read_scores(run_dir.stage(CAPTURE) / "scores" / path.name)
             except DamagedShard as damage:
                 broken.append(damage.path)
                 missing.append(shard)
@@ -71,7 +67,7 @@ class Plan:
             bytes_per_token=bytes_per_token(int(text_config(target.config)["hidden_size"]), capture.storage),
             free_bytes=shutil.disk_usage(place).free,
             storage=capture.storage,
-            known_speed=(run_dir.summary(STAGE) or {}).get("tokens_per_second") or None,
+            known_speed=(run_dir.summary(CAPTURE) or {}).get("tokens_per_second") or None,
         )
 
     def text(self) -> str:
@@ -92,9 +88,6 @@ class Plan:
         if need > self.free_bytes:
             lines.append("  this does not fit: use train.feed=stream, which writes nothing")
         return "\n".join(lines)
-
-    def say(self) -> None:
-        print(self.text(), file=sys.stderr)
 
     def check_room(self) -> None:
         """Raises ConfigError where the disk cannot hold the states."""

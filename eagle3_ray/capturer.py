@@ -14,37 +14,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.metrics import CaptureMetrics
 from eagle3_ray.runs import RunError, WriterLock
-from eagle3_ray.states_cache import DamagedShard, ShardWriter, encode
+from eagle3_ray.states_cache import ShardWriter, encode, write_scores
+from eagle3_ray.target.on_policy import OnPolicyLimits, Score, on_policy
 from eagle3_ray.target.parts import load_parts
-from eagle3_ray.target.proof import OnPolicyLimits, Score, on_policy, second_route, self_check
+from eagle3_ray.target.proof import second_route, self_check
 from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TargetReplaced, TokenSequence
 
 _PROBES = 2
 _SCORES_TOGETHER = 256
 _LARGEST_LOADED_TWICE = 4e9  # bytes of weights
 _LIVES = 3
-
-SCORES_SCHEMA = pa.schema(
-    [
-        ("row", pa.int64()),
-        ("sequence_id", pa.string()),
-        ("tokens", pa.int32()),
-        ("mean_difference", pa.float32()),
-        ("worst_window", pa.float32()),
-        ("relative_difference", pa.float32()),
-        ("argmax_agreement", pa.float32()),
-        ("mean_logprob", pa.float32()),
-        ("reason", pa.string()),  # null unless the sequence is set aside
-    ]
-)
-"""What the on-policy check found, a row per sequence."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +172,6 @@ class Capturer:
         if group:
             yield group
 
-    def close(self) -> None:
-        """Gives back what the target holds: memory, processes, files."""
-        self._target.close()
-
     def _sequence(self, row: int) -> TokenSequence:
         return TokenSequence(self._corpus.sequence_id(row), self._corpus.ids(row), int(self._corpus.prompt_tokens[row]))
 
@@ -252,7 +232,7 @@ class ShardCapturer:
                         if captured.reason is None:
                             sha = self._corpus.token_sha(captured.row)
                             writer.add(captured.row, sha, captured.states, captured.likeliest, self._storage)
-            _write_scores(self._folder / "scores" / f"{shard}.parquet", scores)
+            write_scores(self._folder / "scores" / f"{shard}.parquet", scores)
             run_path = str(self._folder.parent)
             if not WriterLock.is_current(run_path, self._token):
                 raise RunError(f"another job has taken over {run_path}; this one writes nothing more")
@@ -266,7 +246,6 @@ class ShardCapturer:
         tokens = sum(int(self._corpus.tokens[row]) for row in rows)
         set_aside = sum(score["reason"] is not None for score in scores)
         return {
-            "sequences": [len(rows) - set_aside],
             "set_aside": [set_aside],
             "tokens": [tokens],
             "bytes": [size],
@@ -308,20 +287,3 @@ class StreamCapturer:
         stored, _ = encode(torch.cat([captured.states for captured in found]), "bf16")
         likeliest = torch.cat([captured.likeliest for captured in found]).numpy()
         return stored, likeliest, [captured.reason for captured in found]
-
-
-def _write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path, write_page_checksum=True)
-
-
-def read_scores(path: Path) -> pa.Table:
-    """A shard's scores, a row a sequence: SCORES_SCHEMA.
-
-    Raises:
-        DamagedShard: they are missing or not what was written.
-    """
-    try:
-        return pq.read_table(path, schema=SCORES_SCHEMA, page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
-        raise DamagedShard(path, str(error).splitlines()[0]) from None

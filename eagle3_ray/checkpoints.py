@@ -45,8 +45,8 @@ class Checkpoint:
             raise RunError(f"{error} Remove the folder {self.folder}; training goes on from an earlier one.") from None
 
 
-def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best: bool, keep: int = 2) -> None:
-    """Writes a checkpoint, points `best` at it if it is, and deletes all but the last `keep` and the best."""
+def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best: bool) -> None:
+    """Writes a checkpoint, points `best` at it if it is, and deletes all but the last two and the best."""
     place = folder / f"{next_step:08}"
     temporary = folder / f".{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
@@ -59,7 +59,7 @@ def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best
         link = folder / f".{uuid.uuid4().hex}"
         link.symlink_to(place.name)
         os.replace(link, folder / _BEST)
-    kept = {path.name for path in _folders(folder)[-keep:]} | {_best_name(folder)}
+    kept = {path.name for path in _folders(folder)[-2:]} | {_best_name(folder)}
     for old in _folders(folder):
         if old.name not in kept:
             shutil.rmtree(old)

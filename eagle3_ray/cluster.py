@@ -31,10 +31,13 @@ def connect() -> None:
     DataContext.get_current().enable_progress_bars = False
 
 
-def beside_the_driver() -> dict[str, Any]:
-    """Options of an actor of the job that hardly costs anything: no other node's loss takes it, and Ray restarts it."""
+def beside_the_driver(actor: Any, *arguments: Any, **options: Any) -> Any:
+    """Starts an actor that hardly costs anything and ends with the job, or by ray.kill: no other node's loss takes it,
+    and Ray restarts it. `options` are more of Ray's.
+    """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    return {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    remote = ray.remote(actor).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here, **options)
+    return remote.remote(*arguments)
 
 
 @dataclass(frozen=True)

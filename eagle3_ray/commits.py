@@ -22,11 +22,11 @@ from ray.data.block import BlockMetadata
 from ray.data.checkpoint import CheckpointConfig, CheckpointManager
 from ray.data.datasource import ReadTask
 
-from eagle3_ray.generator import BLOCK_SCHEMA, FOLDER
-from eagle3_ray.ledger import STAGE, Ledger
-from eagle3_ray.plan import damaged_units
+from eagle3_ray.ledger import Ledger
+from eagle3_ray.plan import damaged_units, reading_units
 from eagle3_ray.plan_units import UNIT_SCHEMA
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.records import BLOCK_SCHEMA, FOLDER
+from eagle3_ray.runs import GENERATE, RunDir, RunError, WriterLock
 
 _ROWS_PER_FILE = 1024
 LIGHT = 0.25
@@ -52,10 +52,8 @@ def committed_units(ledger: Ledger) -> npt.NDArray[np.int64]:
     units = [np.array([], np.int64)]
     for file in sorted(ledger.checkpoint.glob("*.parquet")):
         if not file.name.endswith(".pending.parquet"):
-            try:
+            with ledger.reading(file):
                 units.append(pq.read_table(file, columns=["unit"])["unit"].to_numpy())
-            except (OSError, pa.ArrowException) as error:
-                raise ledger.damage(file, error) from None
     return np.unique(np.concatenate(units))
 
 
@@ -76,11 +74,8 @@ class _ReadGroups:
 
 def read_groups(file: str, groups: list[int]) -> pa.Table:
     """Row groups of a file of the plan. Raises RunError: it is not as it was written."""
-    try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-            units = opened.read_row_groups(groups)
-    except (OSError, pa.ArrowException) as error:
-        raise damaged_units(file, str(error)) from None
+    with reading_units(file), pq.ParquetFile(file, page_checksum_verification=True) as opened:
+        units = opened.read_row_groups(groups)
     if not units.schema.equals(UNIT_SCHEMA):
         raise damaged_units(file, f"its columns are {', '.join(units.schema.names)}")
     return units
@@ -103,10 +98,8 @@ class UnitsSource(Datasource):  # type: ignore[misc]
         """One task for each block, whatever parallelism Ray would choose."""
         tasks = []
         for file in self._files:
-            try:
+            with reading_units(file):
                 about = pq.read_metadata(file)
-            except (OSError, pa.ArrowException) as error:
-                raise damaged_units(file, str(error)) from None
             for first in range(0, about.num_row_groups, self._groups_per_block):
                 groups = list(range(first, min(first + self._groups_per_block, about.num_row_groups)))
                 rows = sum(about.row_group(group).num_rows for group in groups)
@@ -132,7 +125,7 @@ class SequenceSink(ParquetDatasink):  # type: ignore[misc]
     """
 
     def __init__(self, run_dir: RunDir, token: str) -> None:
-        fingerprint = json.dumps(run_dir.manifest()[STAGE]["fingerprint"])
+        fingerprint = json.dumps(run_dir.manifest()[GENERATE]["fingerprint"])
         super().__init__(
             str(Ledger(run_dir).rows),
             partition_cols=[FOLDER],

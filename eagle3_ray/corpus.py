@@ -27,10 +27,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle3_ray.ledger import STAGE as GENERATE
 from eagle3_ray.ledger import Ledger
 from eagle3_ray.records import SEQUENCES, Row, sequence_id, token_sha, token_sha_of
-from eagle3_ray.runs import RunDir, RunError, read_json, write_json
+from eagle3_ray.runs import GENERATE, RunDir, RunError, read_json, write_json
 
 _FOLDER = "corpus"
 _INDEX_SCHEMA = pa.schema(

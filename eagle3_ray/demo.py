@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ray.job_submission import JobSubmissionClient
 
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import EVALUATE, RunDir
 from eagle3_ray.sglang_cpu import install, model
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +84,7 @@ def _wait_for_job_agent(client: JobSubmissionClient) -> None:
 
 def _tell(run_dir: RunDir) -> None:
     """The result in a few lines, from the run's own summary of its evaluation."""
-    summary = run_dir.summary("evaluate")
+    summary = run_dir.summary(EVALUATE)
     if summary is None:
         return
     for drafter, engine in summary["engines"].items():

@@ -4,22 +4,22 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_ray import plan
-from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.ledger import Ledger
 from eagle3_ray.records import REJECTED, SEQUENCES, token_sha
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunDir, RunError, WriterLock
+from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError, WriterLock
 from eagle3_ray.states_cache import DamagedShard, about
 from eagle3_ray.target.files import resolve
 
 _SAMPLE_TOKENS = 60
+_KINDS = 20  # of rejection, the most frequent
 _LATER = {
-    "capture": ("rows", "quarantined", "tokens", "bytes"),
-    "train": ("steps", "loss", "chain_acceptance_length", "drafter_dir"),
-    "evaluate": ("best_drafter", "acceptance_length"),
+    CAPTURE: ("rows", "quarantined", "tokens", "bytes"),
+    TRAIN: ("steps", "loss", "chain_acceptance_length", "drafter_dir"),
+    EVALUATE: ("best_drafter", "acceptance_length"),
 }
 """Stages behind generate, and what of their summaries tells most."""
 
@@ -32,27 +32,21 @@ def describe(run: RunDir) -> str:
     """
     manifest = run.manifest()
     failed = [f"  PROBLEM: {failure}"] if (failure := run.last_job_failed()) else []
-    if STAGE not in manifest and failed:
+    if GENERATE not in manifest and failed:
         return "\n".join([f"{run.path}", *failed])
-    if STAGE not in manifest:
+    if GENERATE not in manifest:
         raise RunError(f"{run.path} holds no run (no manifest.json with a stage). Start one with jobs/generate.py.")
-    entry = manifest[STAGE]
+    entry = manifest[GENERATE]
     ledger = Ledger(run)
     try:
         ledger.check()
     except RunError as damage:
         return "\n".join([f"{run.path}", *failed, f"  PROBLEM: {damage}"])
-    known = plan.load(run.stage(STAGE) / "plan")
+    known = plan.load(run.stage(GENERATE) / "plan")
     counts = ledger.count(entry["config"]["audit"]["boundary_ids"])
     expected = known[0].expected if known else 0
     missing = expected - counts["rows"] - counts["rejected"]
-    state = (
-        "complete"
-        if run.succeeded(STAGE) and not missing
-        else "a job is writing"
-        if WriterLock.is_held(run)
-        else "not complete"
-    )
+    state = _state(run, run.succeeded(GENERATE) and not missing)
     lines = [
         f"{run.path}",
         *failed,
@@ -70,13 +64,17 @@ def describe(run: RunDir) -> str:
             f"  {p['partition']:24}{p['rows']:>9,}{p['output_tokens']:>12,}{p['mean_tokens']:>8}{quantiles:>16}"
             f"{p['truncated_share']:>11.1%}{p['boundary_share']:>10.1%}"
         )
-    lines += [f"  rejected: {count:,} x {reason}" for reason, count in counts["reasons"].items()]
+    lines += [f"  rejected: {count:,} x {reason}" for reason, count in list(counts["reasons"].items())[:_KINDS]]
     lines += [f"  PROBLEM: {problem}" for problem in _problems(run, ledger, entry, counts)]
     lines += _sample(ledger, entry["config"])
     lines += _later_stages(run, manifest)
     if missing and state == "not complete":
         lines.append(f"next: {missing:,} rows are to come; go on with\n  {entry['command']}")
     return "\n".join(lines)
+
+
+def _state(run: RunDir, complete: bool) -> str:
+    return "complete" if complete else "a job is writing" if WriterLock.is_held(run) else "not complete"
 
 
 def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
@@ -86,16 +84,13 @@ def _later_stages(run: RunDir, manifest: dict[str, Any]) -> Iterator[str]:
         if stage not in manifest and summary is None:
             continue
         told = summary or {}
-        state = (
-            "complete" if run.succeeded(stage) else "a job is writing" if WriterLock.is_held(run) else "not complete"
-        )
         facts = ", ".join(f"{key} {told[key]}" for key in keys if told.get(key) is not None)
-        yield f"{stage}: {state}{', ' + facts if facts else ''}"
+        yield f"{stage}: {_state(run, run.succeeded(stage))}{', ' + facts if facts else ''}"
         if told.get("stopped_by") and not run.succeeded(stage):
             yield f"  PROBLEM: the last job stopped: {told['stopped_by']}"
         for warning in told.get("warnings", ()):
             yield f"  PROBLEM: {warning}"
-    for shard in sorted((run.stage("capture") / "shards").glob("*.parquet")):
+    for shard in sorted((run.stage(CAPTURE) / "shards").glob("*.parquet")):
         try:
             about(shard)
         except DamagedShard as damage:
@@ -112,9 +107,10 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
             if json.loads(stored.get(b"eagle3_ray.fingerprint", b"{}")) != entry["fingerprint"]:
                 yield f"{file} was made with other settings than the manifest says; move it out of the run"
             try:
-                rows = pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist()
-            except (OSError, pa.ArrowException) as error:
-                yield str(ledger.damage(file, error))
+                with ledger.reading(file):
+                    rows = pq.read_table(file, columns=["prompt_ids", "output_ids", "token_sha"]).to_pylist()
+            except RunError as damage:
+                yield str(damage)
                 continue
             for row in rows:
                 wrong_sha += token_sha(row["prompt_ids"], row["output_ids"]) != row["token_sha"]
@@ -123,8 +119,8 @@ def _problems(run: RunDir, ledger: Ledger, entry: dict[str, Any], counts: dict[s
     pending = len(list(ledger.checkpoint.glob("*.pending.parquet")))
     if pending and not WriterLock.is_held(run):
         yield f"{pending} files were being written when a job ended; the next job writes them anew"
-    summary = run.summary(STAGE)
-    if summary and not run.succeeded(STAGE):
+    summary = run.summary(GENERATE)
+    if summary and not run.succeeded(GENERATE):
         if summary["stopped_by"]:
             yield f"the last job stopped: {summary['stopped_by']}"
         if summary["last_failure"]:

@@ -17,7 +17,7 @@ from eagle3_ray.drafter.export import export, launch_command
 from eagle3_ray.drafter.initialise import initialise, set_aux_scale
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import GENERATE, RunDir
 from eagle3_ray.target.files import TargetFiles
 from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.protocol import TargetParts
@@ -36,8 +36,8 @@ def choose_vocabulary(
 ) -> DraftVocabulary:
     """The tokens most frequent in the answers that train; stop, boundary and special tokens are always in."""
     counts = torch.from_numpy(sequences.answer_counts(rows, config.vocab_size))
-    known = plan.load(run_dir.stage("generate") / "plan")
-    boundary = run_dir.manifest()["generate"].get("config", {}).get("audit", {}).get("boundary_ids", [])
+    known = plan.load(run_dir.stage(GENERATE) / "plan")
+    boundary = run_dir.manifest()[GENERATE].get("config", {}).get("audit", {}).get("boundary_ids", [])
     always = {*target.stop_ids(), *boundary, *(known[0].tokens.special_ids if known else ())}
     return DraftVocabulary.from_counts(
         counts, config.draft_vocab_size, {token for token in always if token < config.vocab_size}

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,50 +20,37 @@ from typing import Any
 import ray
 
 from eagle3_ray import cluster
+from eagle3_ray.acceptance.diagnosis import examine
 from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversations, engine_info, measure
 from eagle3_ray.acceptance.kept import Kept, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
-from eagle3_ray.acceptance.serving import PLAIN, Serving
-from eagle3_ray.acceptance.suspicion import examine
+from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.table import by_group, table
-from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.acceptance.tally import PLAIN
+from eagle3_ray.config import Config, ConfigError, Evaluate, Target
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import SUCCESS, RunDir, WriterLock
+from eagle3_ray.runs import EVALUATE, SUCCESS, TRAIN, RunDir, WriterLock
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.sglang_cpu.processes import ServerFailed
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
-
-STAGE = "evaluate"
-_NOTHING = Kept()
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
     """All that a measurement is made of; it stands in the result."""
 
-    target: str  # folder or Hugging Face name
-    drafters: tuple[str, ...]  # exported folders
-    prompts: tuple[str, ...]  # files, folders or globs
-    limit: int | None = None  # rows of each file
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    steps: int = 5  # drafts a verify step, in a chain
-    concurrencies: tuple[int, ...] = (1, 8)  # speed is measured at each, the rest at the highest
-    speed_prompts: int = 32  # prompts of each speed measurement
+    section: Evaluate  # names the drafters; its endpoints are split below
+    target: Target
     expected: tuple[tuple[str, float], ...] = ()  # acceptance length of a drafter that training found
-    launch: str = ""  # the command that starts SGLang, with gpus
-    gpus: int = 0  # 0 is the SGLang of this machine's CPU
     endpoints: tuple[tuple[str, str], ...] = ()  # (drafter or "none", URL) of engines that run already
     boundary_ids: tuple[int, ...] = ()
-    trust_remote_code: bool = False
-    server_args: tuple[str, ...] = ()  # more arguments of the engines that are started here
     api_key: str | None = field(default=None, repr=False)
 
 
-@carried_out(STAGE)
+@carried_out(EVALUATE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage and returns its summary; a run that was evaluated with these drafters and settings is left alone.
 
@@ -73,31 +60,32 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = RunDir(config.run.dir)
     settings = settings_of(config)
     with WriterLock(run_dir):
-        questions = load_questions(settings.prompts, settings.limit)
-        key = _key(settings, settings.drafters, resolve(settings.target), questions)
-        if run_dir.succeeded_with(STAGE, key) and (known := run_dir.summary(STAGE)) is not None:
+        questions = load_questions(settings.section.prompts, settings.section.limit)
+        key = _key(settings, settings.section.drafters, resolve(settings.target.model), questions)
+        if run_dir.succeeded_with(EVALUATE, key) and (known := run_dir.summary(EVALUATE)) is not None:
             print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
             _say(table(known["engines"]))
             return known
-        if settings.gpus:
+        if settings.section.gpus:
             cluster.connect()
-            cluster.require(cluster.Need("engine", 1, 1, settings.gpus))
-        (run_dir.stage(STAGE) / SUCCESS).unlink(missing_ok=True)
-        summary = evaluate(settings, Kept(run_dir.stage(STAGE) / "measured"))
-        run_dir.write_summary(STAGE, summary)
+            cluster.require(cluster.Need("engine", 1, 1, settings.section.gpus))
+        (run_dir.stage(EVALUATE) / SUCCESS).unlink(missing_ok=True)
+        summary = evaluate(settings, Kept(run_dir.stage(EVALUATE) / "measured"))
+        run_dir.write_summary(EVALUATE, summary)
         if summary["status"] == "complete":
-            run_dir.succeed(STAGE, key)
+            run_dir.succeed(EVALUATE, key)
         return summary
 
 
 def dry_run(config: Config) -> str:
     """What would be measured, for people; starts nothing."""
     settings = settings_of(config)
-    questions = load_questions(settings.prompts, settings.limit)
+    section, running = settings.section, dict(settings.endpoints)
+    questions = load_questions(section.prompts, section.limit)
     turns = sum(question.turns for question in questions)
-    engines = [f"{name} ({dict(settings.endpoints).get(name, 'started here')})" for name in (PLAIN, *settings.drafters)]
+    engines = [f"{name} ({running.get(name, 'started here')})" for name in (PLAIN, *section.drafters)]
     return (
-        f"{len(questions)} questions, {turns} answers of at most {settings.max_new_tokens} tokens from each engine: "
+        f"{len(questions)} questions, {turns} answers of at most {section.max_new_tokens} tokens from each engine: "
         f"{', '.join(engines)}"
     )
 
@@ -109,7 +97,7 @@ def settings_of(config: Config) -> EvaluateSettings:
         ConfigError: no questions, no drafter to measure, or an endpoint of none of them.
     """
     section, run_dir = config.evaluate, RunDir(config.run.dir)
-    trained, fresh = run_dir.stage("train") / "drafter", run_dir.stage("train") / "initial"
+    trained, fresh = run_dir.stage(TRAIN) / "drafter", run_dir.stage(TRAIN) / "initial"
     drafters = section.drafters or [str(folder) for folder in (fresh, trained) if folder.is_dir()]
     if not drafters:
         raise ConfigError(
@@ -127,29 +115,19 @@ def settings_of(config: Config) -> EvaluateSettings:
         if drafter not in dict(endpoints) and not Path(drafter).is_dir():
             raise ConfigError(f"evaluate.drafters={drafter} is no folder. Name an exported drafter.")
     expected = {str(fresh): 1.0}
-    if (found := (run_dir.summary("train") or {}).get("chain_acceptance_length")) is not None:
+    if (found := (run_dir.summary(TRAIN) or {}).get("chain_acceptance_length")) is not None:
         expected[str(trained)] = found
     return EvaluateSettings(
-        target=config.target.model,
-        drafters=tuple(drafters),
-        prompts=tuple(section.prompts),
-        limit=section.limit,
-        max_new_tokens=section.max_new_tokens,
-        steps=section.steps,
-        concurrencies=tuple(section.concurrencies),
-        speed_prompts=section.speed_prompts,
+        section=section.model_copy(update={"drafters": drafters}),
+        target=config.target,
         expected=tuple((drafter, expected[drafter]) for drafter in drafters if drafter in expected),
-        launch=config.target.launch,
-        gpus=section.gpus,
         endpoints=endpoints,
         boundary_ids=tuple(config.audit.boundary_ids),
-        trust_remote_code=config.target.trust_remote_code,
-        server_args=tuple(config.target.server_args),
         api_key=os.environ.get(config.generate.api_key_env or ""),
     )
 
 
-def evaluate(settings: EvaluateSettings, kept: Kept = _NOTHING) -> dict[str, Any]:
+def evaluate(settings: EvaluateSettings, kept: Kept) -> dict[str, Any]:
     """Measures all drafters that `kept` has not, and returns the summary of what is measured when an engine fails.
 
     Raises:
@@ -166,7 +144,7 @@ def evaluate(settings: EvaluateSettings, kept: Kept = _NOTHING) -> dict[str, Any
         measured = kept.get("plain engine", _key(settings, (), *of), partial(_measure_plain, work, clock))
         plain = _Plain(answers_of(measured["answers"]), measured["speed"])
         engines[PLAIN] = {"speed": plain.speed, "engine": measured["engine"], **_shape(plain.answers)}
-        for drafter in settings.drafters:
+        for drafter in settings.section.drafters:
             measure_it = partial(_measure_drafter, work, drafter, plain, clock)
             measured = kept.get(drafter, _key(settings, (drafter,), *of), measure_it)
             engines[drafter] = measured["result"]
@@ -177,12 +155,12 @@ def evaluate(settings: EvaluateSettings, kept: Kept = _NOTHING) -> dict[str, Any
     except (SystemExit, KeyboardInterrupt) as end:
         stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
     best = max(
-        (drafter for drafter in settings.drafters if drafter in engines),
+        (drafter for drafter in settings.section.drafters if drafter in engines),
         key=lambda drafter: engines[drafter]["acceptance"]["all"]["acceptance_length"] or 0.0,
         default=None,
     )
     return {
-        "stage": STAGE,
+        "stage": EVALUATE,
         "status": "stopped" if stopped_by else "complete",
         "stopped_by": stopped_by,
         "warnings": warnings,
@@ -233,7 +211,7 @@ class _Work:
 
     @property
     def concurrency(self) -> int:
-        return max(self.settings.concurrencies)
+        return max(self.settings.section.concurrencies)
 
 
 @dataclass(frozen=True)
@@ -245,42 +223,42 @@ class _Plain:
 
 
 def _prepare(settings: EvaluateSettings) -> _Work:
-    target = resolve(settings.target)
+    section, named = settings.section, settings.target
+    target = resolve(named.model)
     stops = target.stop_ids()
     if not stops:
-        raise TargetError(f"target.model={settings.target}: its config.json names no eos_token_id. Add it there.")
+        raise TargetError(f"target.model={named.model}: its config.json names no eos_token_id. Add it there.")
+    args = tuple(named.server_args)
     return _Work(
         settings,
         target,
-        load_questions(settings.prompts, settings.limit),
-        Renderer(target.folder, trust_remote_code=settings.trust_remote_code, boundary_ids=settings.boundary_ids),
-        Sampling(settings.max_new_tokens, settings.temperature, 1.0, False, target.vocab_size, frozenset(stops)),
-        Serving(
-            target.for_sglang(),
-            settings.steps,
-            settings.launch,
-            settings.gpus,
-            settings.endpoints,
-            settings.server_args,
-        ),
+        load_questions(section.prompts, section.limit),
+        Renderer(target.folder, trust_remote_code=named.trust_remote_code, boundary_ids=settings.boundary_ids),
+        Sampling(section.max_new_tokens, 0.0, 1.0, False, target.vocab_size, frozenset(stops)),
+        Serving(target.for_sglang(), section.steps, named.launch, section.gpus, settings.endpoints, args),
     )
 
 
 def _told(settings: EvaluateSettings) -> dict[str, Any]:
-    return {name: value for name, value in asdict(settings).items() if name != "api_key"}
+    return {
+        **settings.section.model_dump(),
+        "target": settings.target.model_dump(),
+        "expected": settings.expected,
+        "endpoints": settings.endpoints,
+        "boundary_ids": settings.boundary_ids,
+    }
 
 
 def _key(
     settings: EvaluateSettings, drafters: Sequence[str], target: TargetFiles, questions: Sequence[Question]
 ) -> str:
     """Of all that a measurement of these drafters depends on: settings, questions, target, the drafters' files."""
-    about = replace(
-        settings,
-        drafters=tuple(drafters),
-        expected=tuple(pair for pair in settings.expected if pair[0] in drafters),
-        endpoints=tuple(pair for pair in settings.endpoints if pair[0] in (PLAIN, *drafters)),
-    )
-    digest = hashlib.sha256(json.dumps([_told(about), target.fingerprint()]).encode())
+    about = _told(settings) | {
+        "drafters": drafters,
+        "expected": [pair for pair in settings.expected if pair[0] in drafters],
+        "endpoints": [pair for pair in settings.endpoints if pair[0] in (PLAIN, *drafters)],
+    }
+    digest = hashlib.sha256(json.dumps([about, target.fingerprint()]).encode())
     digest.update(repr(questions).encode())
     for path in sorted(path for drafter in drafters for path in Path(drafter).glob("*.safetensors")):
         with path.open("rb") as file:
@@ -312,9 +290,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) ->
         with clock.busy():
             answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
             speed = _speed(work, url, answers)
-        lossless = None
-        if settings.temperature == 0:
-            lossless = compare(plain.answers.served, answers.served, url, settings.api_key)
+        lossless = compare(plain.answers.served, answers.served, url, settings.api_key)
     acceptance = by_group(answers.served)
     findings = examine(
         info,
@@ -323,20 +299,20 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) ->
         dict(settings.expected).get(drafter),
         work.target,
         plain.answers.served,
-        settings.steps,
-        settings.trust_remote_code,
+        settings.section.steps,
+        settings.target.trust_remote_code,
     )
     result = {
         "acceptance": {group: counts.as_json() for group, counts in acceptance.items()},
         "speed": speed,
         "speedup": {c: round(speed[c] / plain.speed[c], 3) for c in speed},
-        "lossless": lossless.as_json() if lossless else None,
+        "lossless": lossless.as_json(),
         "diagnosis": [asdict(finding) for finding in findings],
         "engine": asdict(info),
         **_shape(answers),
     }
     warnings = [str(finding) for finding in findings]
-    if lossless and lossless.unexplained:
+    if lossless.unexplained:
         first = lossless.unexplained[0]
         warnings.append(
             f"{len(lossless.unexplained)} of {lossless.answers} greedy answers differ from the plain engine's by more "
@@ -347,8 +323,9 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) ->
 
 def _speed(work: _Work, url: str, answers: Measured) -> dict[str, float]:
     """Tokens/s at each concurrency, over the same prompts for every engine. The engine is warm by now."""
-    prompts = [one.prompt for one in answers.served][: work.settings.speed_prompts]
-    measured = {c: measure(url, prompts, work.sampling, c, work.settings.api_key) for c in work.settings.concurrencies}
+    section = work.settings.section
+    prompts = [one.prompt for one in answers.served][: section.speed_prompts]
+    measured = {c: measure(url, prompts, work.sampling, c, work.settings.api_key) for c in section.concurrencies}
     return {str(c): round(one.tokens_per_second, 2) for c, one in measured.items()}
 
 

@@ -22,12 +22,12 @@ from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.crew import kept_up, serving
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
-from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.ledger import Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.plan_units import ROWS_PER_GROUP
 from eagle3_ray.prompts import find
-from eagle3_ray.registry import start as start_registry
-from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, command
+from eagle3_ray.registry import Registry
+from eagle3_ray.runs import GENERATE, FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model
 from eagle3_ray.sglang.protocol import Sampling
@@ -35,9 +35,10 @@ from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 
 _REQUESTS_PER_ACTOR = 512
+_KINDS = 20  # of rejection that the summary counts; the report has all
 
 
-@carried_out(STAGE)
+@carried_out(GENERATE)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from where an earlier job stopped, and returns its summary.
 
@@ -50,9 +51,9 @@ def run(config: Config) -> dict[str, Any]:
     with WriterLock(run_dir) as lock:
         settings = _plan_settings(config, target)
         _check_ours(run_dir, _fingerprint(config, target))
-        planned = plan.load(run_dir.stage(STAGE) / "plan") is not None  # training reads the plan, too
-        complete = planned and run_dir.succeeded_with(STAGE, settings.key())
-        if complete and (summary := run_dir.summary(STAGE)) is not None:
+        planned = plan.load(run_dir.stage(GENERATE) / "plan") is not None  # training reads the plan, too
+        complete = planned and run_dir.succeeded_with(GENERATE, settings.key())
+        if complete and (summary := run_dir.summary(GENERATE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
         Ledger(run_dir).check()
@@ -62,7 +63,7 @@ def run(config: Config) -> dict[str, Any]:
             if work.plan.expected == 0:
                 raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
             _claim(run_dir, config, target, work.facts)
-            observer = telemetry.start(work.rules)
+            observer = cluster.beside_the_driver(telemetry.Telemetry, work.rules, max_task_retries=-1)
             registry = _registry(run_dir, config, work, observer)
             expected = {p.partition: p.expected for p in work.plan.partitions}
             stopped_by = None
@@ -78,10 +79,10 @@ def run(config: Config) -> dict[str, Any]:
             ray.kill(registry)
         summary = _summarise(run_dir, config, work.plan, view, stopped_by, time.monotonic() - started)
         try:
-            run_dir.write_summary(STAGE, summary)
+            run_dir.write_summary(GENERATE, summary)
             if summary["status"] == "complete":
-                run_dir.succeed(STAGE, settings.key())
-                for path in (run_dir.stage(STAGE) / "journal").glob("*.jsonl"):
+                run_dir.succeed(GENERATE, settings.key())
+                for path in (run_dir.stage(GENERATE) / "journal").glob("*.jsonl"):
                     path.unlink()
         except OSError as error:
             summary["status"], summary["stopped_by"] = "stopped", explain(error)
@@ -99,7 +100,7 @@ def dry_run(config: Config) -> str:
             endpoints = config.generate.endpoints
             work = _prepare(run_dir, config, target, settings, endpoints, len(endpoints))
         except Unfit as unfit:
-            known = plan.load(run_dir.stage(STAGE) / "plan")
+            known = plan.load(run_dir.stage(GENERATE) / "plan")
             return f"{_plan_text(config, known[0]) if known else ''}\nservers: {unfit}"
     room = sum(fact.capacity_tokens for fact in work.facts)
     return (
@@ -146,7 +147,7 @@ def _prepare(
     stops = target.stop_ids()
     if not stops:
         raise ConfigError(f"target.model={config.target.model}: its config.json names no eos_token_id. Add it there.")
-    the_plan = plan.make(run_dir.stage(STAGE) / "plan", settings, Ledger(run_dir).files())
+    the_plan = plan.make(run_dir.stage(GENERATE) / "plan", settings, Ledger(run_dir).files())
     material = _probe_material(config, target, the_plan.tokens)
     sampling = Sampling(
         max_new_tokens=generate.max_new_tokens,
@@ -172,12 +173,12 @@ def _prepare(
 def _registry(run_dir: RunDir, config: Config, work: _Work, observer: Any) -> Any:
     timeout_s = config.generate.request_timeout_s
     known = (work.facts, work.material, work.sampling, _api_key(config), timeout_s, observer)
-    return start_registry(f"servers of {run_dir.path}", *known)
+    return cluster.beside_the_driver(Registry, *known, name=f"servers of {run_dir.path}")
 
 
 def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, registry: Any, token: str) -> None:
     """read -> generate and audit -> write. A row's `unit` is its checkpoint: what is committed is not read again."""
-    stage, generate = run_dir.stage(STAGE), config.generate
+    stage, generate = run_dir.stage(GENERATE), config.generate
     settings = GeneratorSettings(
         facts=work.facts,
         material=work.material,
@@ -210,9 +211,9 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, regis
 
 def _check_ours(run_dir: RunDir, ours: dict[str, Any]) -> None:
     """Our half of the fingerprint against the run's, before anything is planned. Raises FingerprintMismatch."""
-    stored = run_dir.manifest().get(STAGE, {}).get("fingerprint", {})
+    stored = run_dir.manifest().get(GENERATE, {}).get("fingerprint", {})
     engine = {field: value for field, value in stored.items() if field.startswith("engine.")}
-    run_dir.check(STAGE, {**ours, **engine})
+    run_dir.check(GENERATE, {**ours, **engine})
 
 
 def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[ServerFacts]) -> None:
@@ -221,7 +222,7 @@ def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[Ser
     Raises:
         FingerprintMismatch: the run's data was made with other settings or by another model.
     """
-    began = run_dir.manifest().get(STAGE, {}).get("prompt_logprobs", list(facts[0].prompt_logprobs))
+    began = run_dir.manifest().get(GENERATE, {}).get("prompt_logprobs", list(facts[0].prompt_logprobs))
     if not same_model(began, facts[0].prompt_logprobs):
         raise FingerprintMismatch(
             f"{facts[0].url} serves another model than the one that began {run_dir.path}: the log-probabilities of the "
@@ -235,7 +236,7 @@ def _claim(run_dir: RunDir, config: Config, target: TargetFiles, facts: list[Ser
         "prompt_logprobs": began,
     }
     try:
-        run_dir.claim(STAGE, {**_fingerprint(config, target), **facts[0].settings}, about)
+        run_dir.claim(GENERATE, {**_fingerprint(config, target), **facts[0].settings}, about)
     except OSError as error:
         raise RunError(explain(error)) from None
 
@@ -321,11 +322,11 @@ def _summarise(
         status = "damaged"
         stopped_by = (
             f"{counts['repeated']} sequence ids stand in more than one row. Set the data aside with "
-            f"`python jobs/doctor.py {run_dir.path} --quarantine {STAGE}` and generate again."
+            f"`python jobs/doctor.py {run_dir.path} --quarantine {GENERATE}` and generate again."
         )
     share = view.tokens_per_second / view.best_tokens_per_second if view.best_tokens_per_second else None
     return {
-        "stage": STAGE,
+        "stage": GENERATE,
         "status": status,
         "expected": the_plan.expected,
         "rows": counts["rows"],
@@ -342,7 +343,7 @@ def _summarise(
         "last_failure": view.last_failure,
         "warnings": _throughput_warnings(view, share, config.generate.max_in_flight),
         "retries": {url: dict(state.retries) for url, state in view.endpoints.items() if state.retries},
-        "rejected_by_reason": counts["reasons"],
+        "rejected_by_reason": dict(list(counts["reasons"].items())[:_KINDS]),
         "partitions": counts["partitions"],
         "plan": [asdict(p) for p in the_plan.partitions],
     }

@@ -21,17 +21,13 @@ from eagle3_ray.journal import Journal
 from eagle3_ray.metrics import GenerateMetrics
 from eagle3_ray.plan import PlanSettings, later_turns, make_renderer
 from eagle3_ray.prompts import BadPrompt
-from eagle3_ray.records import REJECTED, SEQUENCE_SCHEMA, SEQUENCES, Row, sequence_id, token_sha
+from eagle3_ray.records import BLOCK_SCHEMA, FOLDER, REJECTED, SEQUENCES, Row, sequence_id, token_sha
 from eagle3_ray.registry import Roster
 from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, RowFailed
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
 from eagle3_ray.sglang.protocol import Refused, Sampling, Unauthorized
 from eagle3_ray.sglang.transport import open_session
 from eagle3_ray.telemetry import EndpointState, PartitionCounts, Report
-
-FOLDER = "folder"
-BLOCK_SCHEMA = SEQUENCE_SCHEMA.append(pa.field(FOLDER, pa.string()))
-"""A row on its way to disk; `folder` says whether it goes to sequences/ or to rejected/."""
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,12 @@ from pathlib import PurePosixPath
 
 import pyarrow.parquet as pq
 
-from eagle3_ray.ledger import STAGE as GENERATE
 from eagle3_ray.ledger import Ledger
-from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, parse, read
+from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, hub_rows, parse, read, usual_form
 from eagle3_ray.records import SEQUENCES
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import GENERATE, RunDir
 from eagle3_ray.target.files import resolve
-
-_FORMS = ("messages", "conversations", "prompt", "input_ids")
-_QUESTIONS = ("instruction", "question", "problem", "query")
 
 Rows = Iterator[tuple[str, str, bytes]]
 """Each row as its place for people, the id it has if it brings none, and its JSON."""
@@ -104,14 +100,11 @@ def public_rows(public: PublicSet) -> Rows:
         PromptSourceError: the set cannot be read, or `datasets` is not installed.
     """
     try:
-        import datasets
-    except ImportError:
-        raise PromptSourceError(f"Reading {public} needs `pip install 'eagle3_ray[datasets]'`.") from None
-    try:
-        rows = datasets.load_dataset(public.dataset, public.config, split=public.split, streaming=True)
-        for number, row in enumerate(rows, start=1):
+        for number, raw in hub_rows(public.dataset, public.split, public.config):
             place = f"{public.dataset}:{number}"
-            yield place, place, json.dumps(row, default=str).encode()
+            yield place, place, raw
+    except PromptSourceError:
+        raise
     except (ValueError, OSError) as error:
         raise PromptSourceError(
             f"{public} cannot be read: {error}. Without network, give a file: NAME=PATH."
@@ -138,29 +131,7 @@ def parse_row(raw: bytes, fallback_id: str, column: str | None) -> Prompt:
     Raises:
         BadPrompt: the row cannot be used.
     """
-    prompt = parse(_usual_form(raw, column), fallback_id)
+    prompt = parse(usual_form(raw, column), fallback_id)
     if prompt.input_ids is not None:
         raise BadPrompt("input_ids have no text to compare; give such files to the generate job as they are")
     return prompt
-
-
-def _usual_form(raw: bytes, column: str | None) -> bytes:
-    try:
-        row = json.loads(raw)
-    except (ValueError, RecursionError):
-        return raw  # parse gives the reason
-    if not isinstance(row, dict):
-        return raw
-    row_id = row.get("id") if row.get("id") is not None else row.get("question_id")
-    if column is not None:
-        row = {"id": row_id, column: row.get(column)}
-    if any(row.get(form) is not None for form in _FORMS):
-        return json.dumps(row).encode() if column else raw
-    if isinstance(row.get("turns"), list):  # MT-bench as its authors keep it
-        return json.dumps({"id": row_id, "messages": [{"role": "user", "content": t} for t in row["turns"]]}).encode()
-    question = next((row[name] for name in _QUESTIONS if isinstance(row.get(name), str)), None)
-    if question is None:
-        raise BadPrompt(f"none of {', '.join((*_FORMS, 'turns', *_QUESTIONS))} is there")
-    if row.get("input") and isinstance(row["input"], str):  # Alpaca: what the instruction is about
-        question = f"{question}\n\n{row['input']}"
-    return json.dumps({"id": row_id, "prompt": question}).encode()

@@ -5,20 +5,16 @@ from pathlib import Path
 from typing import Any
 
 
-class DamagedJson(ValueError):
-    """The file cannot be read, or holds something else; the message names it."""
-
-
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, remedy: str, error: type[Exception]) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        DamagedJson: there is none.
+        error: there is none; the message names the file and ends in `remedy`.
     """
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedJson(f"{path} is damaged ({error})") from None
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path} is damaged ({cause}). {remedy}") from None
     if not isinstance(value, dict):
-        raise DamagedJson(f"{path} is damaged (it holds no JSON object)")
+        raise error(f"{path} is damaged (it holds no JSON object). {remedy}")
     return value

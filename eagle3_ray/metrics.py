@@ -1,4 +1,4 @@
-"""Prometheus metrics of the stages, through Ray; the README has the table of names.
+"""Prometheus metrics of the stages, through Ray; docs/metrics.md has the table of names.
 
 A metric vanishes with its worker, so totals also stand in the summary, which is counted from the data itself.
 """

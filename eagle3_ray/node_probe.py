@@ -3,7 +3,6 @@
 Knows how to look, and nothing of what is good or bad. Changes nothing but a probe file in the shared storage.
 """
 
-import asyncio
 import csv
 import hashlib
 import os
@@ -23,8 +22,8 @@ from typing import Any
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
-from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
-from eagle3_ray.sglang.transport import get, open_session
+from eagle3_ray.sglang.protocol import RequestFailed
+from eagle3_ray.sglang.transport import ask
 
 _COMMAND_S = 60
 # Runs in SGLang's own Python, which need not hold this package: the plugin comes by PYTHONPATH, as a job brings it.
@@ -137,7 +136,11 @@ class NodeProbe:
 
     def ask(self, url: str, api_key: str | None) -> dict[str, Any] | str:
         """An SGLang's /server_info as seen from here, or why there is none."""
-        return asyncio.run(_server_info(url, api_key))
+        try:
+            info = ask(f"{url}/server_info", api_key=api_key)
+        except RequestFailed as error:
+            return str(error)
+        return info if isinstance(info, dict) else f"{str(info)[:80]!r} is no answer of SGLang"
 
 
 def ask_sglang(python: str) -> SGLang:
@@ -161,15 +164,6 @@ def ask_sglang(python: str) -> SGLang:
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("version ", "plugin ")))
     fault = "" if "plugin" in said else (done.stderr.strip().splitlines() or ["no output"])[-1]
     return SGLang(said.get("version"), fault if "version" in said else "")
-
-
-async def _server_info(url: str, api_key: str | None) -> dict[str, Any] | str:
-    async with open_session(api_key, timeout_s=20) as session:
-        try:
-            info = await get(session, f"{url}/server_info")
-        except (Transient, Refused, Unauthorized) as error:
-            return str(error)
-    return info if isinstance(info, dict) else f"{str(info)[:80]!r} is no answer of SGLang"
 
 
 def _gpus() -> list[tuple[str, str]]:

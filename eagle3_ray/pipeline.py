@@ -13,7 +13,7 @@ from eagle3_ray import capture, evaluate, generate, train
 from eagle3_ray.config import Config
 from eagle3_ray.errors import explain
 from eagle3_ray.report import write_report
-from eagle3_ray.runs import RunDir, RunError
+from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError
 from eagle3_ray.stages import Stage
 
 _KEPT = ("status", "rows", "rejected", "quarantined", "tokens", "steps", "chain_acceptance_length", "wall_s")
@@ -49,8 +49,8 @@ def run(config: Config) -> dict[str, Any]:
         "warnings": warnings,
         "stages": {name: {key: s[key] for key in _KEPT if key in s} for name, s in summaries.items()},
         "acceptance_length": last.get("acceptance_length") if complete else None,
-        "drafter_dir": summaries.get("train", {}).get("drafter_dir"),
-        "launch": summaries.get("train", {}).get("launch"),
+        "drafter_dir": summaries.get(TRAIN, {}).get("drafter_dir"),
+        "launch": summaries.get(TRAIN, {}).get("launch"),
         "report": report,
         "run_dir": str(run_dir.path),
         "wall_s": round(time.monotonic() - started, 1),
@@ -69,5 +69,5 @@ def dry_run(config: Config) -> str:
 
 
 def _stages(config: Config) -> list[tuple[str, Stage]]:
-    cached = [(capture.STAGE, capture.run)] if config.train.feed == "cache" else []
-    return [("generate", generate.run), *cached, (train.STAGE, train.run), (evaluate.STAGE, evaluate.run)]
+    cached = [(CAPTURE, capture.run)] if config.train.feed == "cache" else []
+    return [(GENERATE, generate.run), *cached, (TRAIN, train.run), (EVALUATE, evaluate.run)]

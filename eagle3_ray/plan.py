@@ -11,7 +11,8 @@ are mixed, and a job that stops early leaves a fair sample. What comes out:
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -246,6 +247,15 @@ def load(folder: Path) -> tuple[Plan, str] | None:
 def damaged_units(file: str | Path, what: str) -> RunError:
     """What to say, and to do, about a file of units that is not as it was written."""
     return RunError(f"{file} is damaged ({what.splitlines()[0]}). {_remedy(Path(file).parent.parent)}")
+
+
+@contextmanager
+def reading_units(file: str | Path) -> Iterator[None]:
+    """Raises RunError, which says what to do, where the block finds the file of units damaged."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise damaged_units(file, str(error)) from None
 
 
 def _remedy(folder: Path) -> str:

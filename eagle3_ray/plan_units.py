@@ -72,7 +72,7 @@ UNION ALL SELECT file, line, 'duplicate' FROM copies WHERE $dedupe AND copy > 1
 _UNITS = """
 WITH rows AS (
     SELECT p.* EXCLUDE (reason), coalesce(fate, 'bad') AS fate,
-           CASE fate WHEN 'namesake' THEN 'the id ' || prompt_id || ' stands in this partition more than once'
+           CASE fate WHEN 'namesake' THEN 'the id ''' || prompt_id || ''' stands in this partition more than once'
                      ELSE reason END AS reason
     FROM read_parquet($parts) p LEFT JOIN fates f ON p.file = f.file AND p.line = f.line
     WHERE coalesce(fate, 'bad') IN ('chosen', 'namesake', 'bad')

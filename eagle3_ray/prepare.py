@@ -28,24 +28,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
 import numpy as np
-import pyarrow.fs as pafs
 
 from eagle3_ray.config import ConfigError
 from eagle3_ray.decontaminate import EvaluationTexts
 from eagle3_ray.instruction_sets import PUBLIC_SETS, Named, Place, PublicSet, RunQuestions, parse_row, rows_of
-from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, find, read
+from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, Source, find, open_filesystem, read
 from eagle3_ray.records import SEQUENCES
-from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, write_json
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError, WriterLock, read_json, write_json
 
 STAGE = "prepare"
 RECORD = "prepared.json"
 SET_ASIDE = "_set_aside.jsonl"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BAD_ROW_EXCERPT = 2000
-
-
-class PrepareError(ConfigError):
-    """A setting of the prepare job cannot be used; the message names it, its value and the remedy."""
 
 
 @dataclass
@@ -64,23 +59,23 @@ def parse_source(text: str) -> tuple[str, str | Named]:
     """A --source as its partition and its place: NAME=PATH, NAME=hf://DATASET[:SPLIT], NAME=run://RUN, or a public set.
 
     Raises:
-        PrepareError: the text is none of these.
+        ConfigError: the text is none of these.
     """
     name, equals, place = text.partition("=")
     if not equals:
         if name not in PUBLIC_SETS:
-            raise PrepareError(
+            raise ConfigError(
                 f"--source {text} is not a known public set ({', '.join(PUBLIC_SETS)}); "
                 "give NAME=PATH or NAME=hf://DATASET[:SPLIT]."
             )
         return name, PUBLIC_SETS[name]
     if not _NAME.fullmatch(name):
-        raise PrepareError(
+        raise ConfigError(
             f"--source {text}: the name {name!r} has to consist of letters, digits, '.', '_' and '-', "
             "the first one a letter or digit; it becomes the partition's file name."
         )
     if not place:
-        raise PrepareError(f"--source {text}: nothing behind the '='; give NAME=PATH or NAME=hf://DATASET[:SPLIT].")
+        raise ConfigError(f"--source {text}: nothing behind the '='; give NAME=PATH or NAME=hf://DATASET[:SPLIT].")
     return name, RunQuestions(place.removeprefix("run://")) if place.startswith("run://") else place
 
 
@@ -90,7 +85,7 @@ def run(
     """Prepares the folder `out`, or finds it prepared by these very settings; returns the summary.
 
     Raises:
-        PrepareError: a setting cannot be used.
+        ConfigError: a setting cannot be used.
         PromptSourceError: a source or an evaluation set cannot be read, or none of its rows can be used.
         RunError: `out` holds something else, was made with other settings, or another job is writing it.
     """
@@ -126,18 +121,18 @@ def run(
 
 def _check(out: str, sources: Sequence[str], limit: int | None, ngram: int) -> dict[str, str | Named]:
     if "://" in out:
-        raise PrepareError(f"OUT {out} has to be a local folder; copy it to the storage when it is done.")
+        raise ConfigError(f"OUT {out} has to be a local folder; copy it to the storage when it is done.")
     if limit is not None and limit < 1:
-        raise PrepareError(f"--limit {limit} has to be at least 1; leave it out to keep all prompts.")
+        raise ConfigError(f"--limit {limit} has to be at least 1; leave it out to keep all prompts.")
     if ngram < 1:
-        raise PrepareError(f"--ngram {ngram} has to be at least 1; 13 is usual.")
+        raise ConfigError(f"--ngram {ngram} has to be at least 1; 13 is usual.")
     if not sources:
-        raise PrepareError("--source is missing; give NAME=PATH, NAME=hf://DATASET[:SPLIT] or a public set's name.")
+        raise ConfigError("--source is missing; give NAME=PATH, NAME=hf://DATASET[:SPLIT] or a public set's name.")
     named: dict[str, str | Named] = {}
     for text in sources:
         name, place = parse_source(text)
         if name in named:
-            raise PrepareError(f"--source {text}: the name {name} is given twice; each source is a partition.")
+            raise ConfigError(f"--source {text}: the name {name} is given twice; each source is a partition.")
         named[name] = place
     return named
 
@@ -153,9 +148,7 @@ def _content(place: Place) -> str:
         if source.path.startswith("hf://"):
             digest.update(source.path.encode())
             continue
-        filesystem, root = (
-            pafs.FileSystem.from_uri(source.path) if "://" in source.path else (pafs.LocalFileSystem(), source.path)
-        )
+        filesystem, root, _ = open_filesystem(source.path)
         digest.update(f"{source.partition}\0{PurePosixPath(root).name}\0".encode())
         try:
             with filesystem.open_input_stream(root, compression=None) as stream:
@@ -172,13 +165,14 @@ def _finished(folder: Path, made_with: Mapping[str, Any]) -> dict[str, Any] | No
         return None
     if not folder.exists():
         return None
+    if not (folder / RECORD).is_file():
+        raise RunError(f"{folder} was not made by the prepare job; give another OUT.")
+    remedy = f"Move {folder} aside and run again."
+    record = read_json(folder / RECORD, remedy)
     try:
-        record = json.loads((folder / RECORD).read_text())
         known, sizes, summary = record["made_with"], record["files"], record["summary"]
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{folder} was not made by the prepare job; give another OUT.") from None
-    except (ValueError, KeyError) as error:
-        raise RunError(f"{folder / RECORD} is damaged ({error}); move {folder} aside and run again.") from None
+    except KeyError as error:
+        raise RunError(f"{folder / RECORD} is damaged (it has no {error}). {remedy}") from None
     differing = [field for field in {**known, **made_with} if known.get(field) != made_with.get(field)]
     if differing:
         said = "; ".join(f"{field} was {known.get(field)} and is now {made_with.get(field)}" for field in differing)

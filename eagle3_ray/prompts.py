@@ -24,6 +24,8 @@ _LONGEST_LINE = 64 << 20
 _SHAREGPT_QUESTIONS = {"human": "user", "user": "user", "system": "system"}
 _SHAREGPT_ANSWERS = {"gpt", "assistant", "chatgpt", "bot", "model"}
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
+_FORMS = ("messages", "conversations", "prompt", "input_ids")
+_QUESTIONS = ("instruction", "question", "problem", "query")
 
 Message = dict[str, Any]
 
@@ -105,7 +107,7 @@ def stamp(source: Source) -> tuple[int, int] | None:
     """Size and time of a source's file, by which a changed one is known; None of a dataset or a file that is gone."""
     if source.path.startswith("hf://"):
         return None
-    filesystem, root, _ = _open_filesystem(source.path)
+    filesystem, root, _ = open_filesystem(source.path)
     about = filesystem.get_file_info(root)
     return (about.size, about.mtime_ns) if about.type == pafs.FileType.File else None
 
@@ -140,8 +142,35 @@ def parse(raw: bytes, fallback_id: str) -> Prompt:
     return Prompt(prompt_id, None, _split_turns(_messages(row)), tools, options)
 
 
+def usual_form(raw: bytes, column: str | None = None) -> bytes:
+    """A row as people publish instructions and questions, in a form that `parse` takes; of one `column`, if named.
+
+    Raises:
+        BadPrompt: the row has none of the known columns.
+    """
+    try:
+        row = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw  # parse gives the reason
+    if not isinstance(row, dict):
+        return raw
+    row_id = row.get("id") if row.get("id") is not None else row.get("question_id")
+    if column is not None:
+        row = {"id": row_id, column: row.get(column)}
+    if any(row.get(form) is not None for form in _FORMS):
+        return json.dumps(row).encode() if column else raw
+    if isinstance(row.get("turns"), list):  # MT-bench as its authors keep it
+        return json.dumps({"id": row_id, "messages": [{"role": "user", "content": t} for t in row["turns"]]}).encode()
+    question = next((row[name] for name in _QUESTIONS if isinstance(row.get(name), str)), None)
+    if question is None:
+        raise BadPrompt(f"none of {', '.join((*_FORMS, 'turns', *_QUESTIONS))} is there")
+    if row.get("input") and isinstance(row["input"], str):  # Alpaca: what the instruction is about
+        question = f"{question}\n\n{row['input']}"
+    return json.dumps({"id": row_id, "prompt": question}).encode()
+
+
 def _find_files(path: str) -> Iterator[Source]:
-    filesystem, root, scheme = _open_filesystem(path)
+    filesystem, root, scheme = open_filesystem(path)
     query = f"?{path.partition('?')[2]}" if scheme and "?" in path else ""  # s3://...?endpoint_override=...
     wildcard = next((i for i, part in enumerate(PurePosixPath(root).parts) if set("*?[") & set(part)), None)
     base = root if wildcard is None else str(PurePosixPath(*PurePosixPath(root).parts[:wildcard]))
@@ -167,7 +196,12 @@ def _find_files(path: str) -> Iterator[Source]:
         yield Source(inside[0] if len(inside) > 1 else stem, f"{scheme}{file}{query}")
 
 
-def _open_filesystem(path: str) -> tuple[Any, str, str]:
+def open_filesystem(path: str) -> tuple[Any, str, str]:
+    """The file system of a path or URI, the path in it, and the scheme with "://", empty of a local path.
+
+    Raises:
+        PromptSourceError: there is no such file system.
+    """
     if "://" not in path:
         return pafs.LocalFileSystem(), str(PurePosixPath(os.path.abspath(os.path.expanduser(path)))), ""
     try:
@@ -178,7 +212,7 @@ def _open_filesystem(path: str) -> tuple[Any, str, str]:
 
 
 def _read_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    filesystem, root, _ = _open_filesystem(path)
+    filesystem, root, _ = open_filesystem(path)
     with (
         filesystem.open_input_stream(root, compression="detect") as stream,
         io.BufferedReader(stream, 1 << 20) as lines,
@@ -195,7 +229,7 @@ def _read_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_parquet(path: str) -> Iterator[tuple[int, bytes]]:
-    filesystem, root, _ = _open_filesystem(path)
+    filesystem, root, _ = open_filesystem(path)
     number = 0
     with filesystem.open_input_file(root) as file:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=1000):
@@ -217,17 +251,27 @@ def _hub_source(path: str) -> Source:
 
 
 def _read_hub(path: str) -> Iterator[tuple[int, bytes]]:
+    name, _, split = path.removeprefix("hf://").partition(":")
+    return hub_rows(name, split or "train")
+
+
+def hub_rows(name: str, split: str, config: str | None = None) -> Iterator[tuple[int, bytes]]:
+    """The rows of a dataset on the Hugging Face Hub, or in a folder of that form: number from 1 and JSON, streamed.
+
+    Raises:
+        PromptSourceError: `datasets` is not installed, or there is no such split.
+        OSError, ValueError: it cannot be read to its end.
+    """
     try:
         import datasets
     except ImportError:
-        raise PromptSourceError(
-            f"{path}: reading a dataset by name needs `pip install 'eagle3_ray[datasets]'`."
-        ) from None
-    name, _, split = path.removeprefix("hf://").partition(":")
+        raise PromptSourceError(f"Reading the dataset {name} needs `pip install 'eagle3_ray[datasets]'`.") from None
     try:
-        rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
     except ValueError as error:  # no such split, or several configurations to choose from
-        raise PromptSourceError(f"{path} cannot be opened: {error}. Name a split as hf://DATASET:SPLIT.") from None
+        raise PromptSourceError(
+            f"The dataset {name}:{split} cannot be opened: {error}. Name a split as hf://DATASET:SPLIT."
+        ) from None
     for number, row in enumerate(rows, start=1):
         yield number, json.dumps(_without_nulls(row), default=str).encode()
 
@@ -257,7 +301,7 @@ def _messages(row: dict[str, Any]) -> list[Message]:
             raise BadPrompt("prompt is not a text with content")
         return [{"role": "user", "content": row["prompt"]}]
     else:
-        raise BadPrompt("none of messages, conversations, prompt, input_ids is there")
+        raise BadPrompt(f"none of {', '.join(_FORMS)} is there")
     if not isinstance(messages, list) or not messages:
         raise BadPrompt(f"{form} is empty or not a list")
     if not all(isinstance(message, dict) for message in messages):

@@ -43,6 +43,10 @@ SEQUENCE_SCHEMA = pa.schema(
 )
 """A row of `sequences/*.parquet` and of `rejected/*.parquet`."""
 
+FOLDER = "folder"
+BLOCK_SCHEMA = SEQUENCE_SCHEMA.append(pa.field(FOLDER, pa.string()))
+"""A row on its way to disk; `folder` says whether it goes to sequences/ or to rejected/."""
+
 Row = dict[str, Any]
 """One row of SEQUENCE_SCHEMA; absent keys are null."""
 

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
-from eagle3_ray.cluster import beside_the_driver
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, compare, probe
 from eagle3_ray.sglang.protocol import Sampling, Transient
 from eagle3_ray.sglang.transport import open_session
@@ -104,8 +101,3 @@ class Registry:
                 f"it takes prompts of {longest} tokens, the servers of this run {self._longest_prompt}. Start it with "
                 "their --context-length and --mem-fraction-static."
             )
-
-
-def start(name: str, *arguments: Any) -> Any:
-    """Starts the actor with the arguments of Registry; it ends with the job, or by ray.kill."""
-    return ray.remote(Registry).options(name=name, **beside_the_driver()).remote(*arguments)

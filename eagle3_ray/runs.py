@@ -20,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.json_files import DamagedJson, read_object
+from eagle3_ray.json_files import read_object
 
 SUCCESS = "_SUCCESS"
+GENERATE, CAPTURE, TRAIN, EVALUATE = "generate", "capture", "train", "evaluate"
+"""The stages of a run: their folders, and their names in the manifest."""
 
 Fingerprint = Mapping[str, str | int | float | bool | None]
 
@@ -207,15 +209,8 @@ class WriterLock:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        RunError: it holds no such thing; the message ends in `remedy`.
-    """
-    try:
-        return read_object(path)
-    except DamagedJson as error:
-        raise RunError(f"{error}. {remedy}") from None
+    """The JSON object in a file of a run. Raises RunError: it holds no such thing; the message ends in `remedy`."""
+    return read_object(path, remedy, RunError)
 
 
 def command(argv: Sequence[str]) -> str:
@@ -225,10 +220,15 @@ def command(argv: Sequence[str]) -> str:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    """`write_text` of JSON."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=False) + "\n")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-STORAGES = ("bf16", "fp8", "fp32")
 STATES = 4
 """Hidden states that are kept of each token: three auxiliary ones and the last."""
 
@@ -40,6 +39,20 @@ _SCHEMA = pa.schema(
         ("likeliest", pa.binary()),
     ]
 )
+SCORES_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("sequence_id", pa.string()),
+        ("tokens", pa.int32()),
+        ("mean_difference", pa.float32()),
+        ("worst_window", pa.float32()),
+        ("relative_difference", pa.float32()),
+        ("argmax_agreement", pa.float32()),
+        ("mean_logprob", pa.float32()),
+        ("reason", pa.string()),  # null unless the sequence is set aside
+    ]
+)
+"""What the on-policy check found, a row per sequence."""
 _ABOUT = b"eagle3_ray.shard"
 _SEAL = b"eagle3_ray.shard_sha256"
 _UNREADABLE = (OSError, pa.ArrowException, LookupError, MemoryError, TypeError, ValueError)
@@ -205,21 +218,25 @@ class StatesCache:
         return stored, scales, likeliest
 
 
+def write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
+    """Writes a shard's scores, a row a sequence: SCORES_SCHEMA."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path, write_page_checksum=True)
+
+
+def read_scores(path: Path) -> pa.Table:
+    """A shard's scores, a row a sequence: SCORES_SCHEMA.
+
+    Raises:
+        DamagedShard: they are missing or not what was written.
+    """
+    try:
+        return pq.read_table(path, schema=SCORES_SCHEMA, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedShard(path, str(error).splitlines()[0]) from None
+
+
 def sweep(folder: Path) -> None:
     """Removes what a killed job was writing."""
     for path in folder.glob(".*"):
         path.unlink()
-
-
-def verify(paths: Sequence[Path]) -> Iterator[DamagedShard]:
-    """Reads every page of the shards and yields what is damaged."""
-    for path in paths:
-        try:
-            about(path)
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                for group in range(file.num_row_groups):
-                    file.read_row_group(group)
-        except DamagedShard as damage:
-            yield damage
-        except _UNREADABLE as error:
-            yield DamagedShard(path, _first_line(error))

@@ -15,8 +15,8 @@ import ray
 
 from eagle3_ray import run_log
 from eagle3_ray.audit import AuditRules, Evidence
-from eagle3_ray.cluster import beside_the_driver
 
+_SAY_EVERY_S = 5.0
 _WINDOW_S = 30.0
 _SILENT_S = 10.0
 """An actor that has reported nothing for so long is lost; what it did counts, what it had in flight does not."""
@@ -197,11 +197,10 @@ class Progress:
     writes to the run's log what the actors noted and said.
     """
 
-    def __init__(self, telemetry: Any, expected: dict[str, int], done: dict[str, int], every_s: float = 5.0) -> None:
+    def __init__(self, telemetry: Any, expected: dict[str, int], done: dict[str, int]) -> None:
         self._telemetry = telemetry
         self._expected = expected
         self._done = done
-        self._every_s = every_s
         self._history: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])
         self._events_said = self._notes_told = self._unnamed = 0
         self._healthy: dict[str, bool] = {}
@@ -222,7 +221,7 @@ class Progress:
             sys.stderr.write("\n")
 
     def _run(self) -> None:
-        while not self._end.wait(self._every_s):
+        while not self._end.wait(_SAY_EVERY_S):
             view = self._look()
             if view is None:
                 continue
@@ -305,8 +304,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def start(rules: AuditRules) -> Any:
-    """Starts the actor; it ends with the job."""
-    return ray.remote(Telemetry).options(max_task_retries=-1, **beside_the_driver()).remote(rules)

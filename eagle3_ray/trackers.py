@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 
 class Trackers:
     """Writes the numbers of a step to all trackers that are on. A resumed run goes on in the same curves."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], first_step: int) -> None:
+        from tensorboardX import SummaryWriter  # imports torch, which the report reads a log without
+
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self._wandb = self._mlflow = None
         if "WANDB_PROJECT" in os.environ:

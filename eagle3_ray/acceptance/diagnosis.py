@@ -6,15 +6,26 @@ The last one is answered by replaying answers, first as the folder says and then
 the order of the layers, a flag, the vocabulary map, RoPE, neighbouring layers. What lifts acceptance sharply is named.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from eagle3_ray.acceptance.changes import Change, Evidence, Recorded, changes
-from eagle3_ray.acceptance.engine import EngineInfo
+from eagle3_ray.acceptance.engine import EngineInfo, Served
 from eagle3_ray.acceptance.folder import Finding, inspect_folder
 from eagle3_ray.acceptance.replay import replay
 from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.drafter.model import Eagle3Drafter
+from eagle3_ray.target.files import TargetFiles
+from eagle3_ray.target.layers import text_config
+from eagle3_ray.target.parts import load_parts
+from eagle3_ray.target.protocol import TokenSequence
+from eagle3_ray.target.transformers_backend import TransformersTarget
 
 FAR_BELOW = 0.8
 """A served acceptance length under this share of the expected one is diagnosed."""
@@ -22,6 +33,32 @@ _SHARPLY = 1.25  # a change has to multiply the accepted drafts by this much to 
 _AT_LEAST = 0.05  # to add this much to the acceptance length,
 _BACK = 0.5  # and to bring back this share of the drafts that training had accepted, or this many where it is not known
 _WORKS = 1.15  # without a training figure: a drafter that accepts less than this has learned nothing of this target
+
+_ANSWERS = 12  # that are replayed, a dozen times over: some seconds each time on a CPU
+_SHORTEST, _LONGEST = 8, 96  # answer tokens: shorter ones say little, of longer ones the beginning is enough
+_LARGEST = 60e9  # bytes of weights that this process loads; a larger target is not replayed here
+
+
+def examine(
+    info: EngineInfo,
+    drafter: Path,
+    served: float | None,
+    expected: float | None,
+    target: TargetFiles,
+    answers: Sequence[Served],
+    steps: int,
+    trust_remote_code: bool = False,
+) -> list[Finding]:
+    """Why the served acceptance length is what it is; empty where nothing is wrong with it.
+
+    What the server says of itself and what the folder's files say is always looked at. Only a suspicious figure is
+    followed up by a replay of the plain engine's `answers`, for which the target's weights have to be on this machine.
+    """
+    findings = check_engine(info, drafter, steps)
+    if findings or not drafter.is_dir():
+        return findings
+    gather = partial(_gather, target, answers, steps, trust_remote_code)
+    return diagnose_folder(drafter, target.config, served, expected, gather)
 
 
 def is_suspicious(served: float | None, expected: float | None) -> bool:
@@ -58,19 +95,37 @@ def check_engine(info: EngineInfo, drafter: Path, steps: int) -> list[Finding]:
     return findings
 
 
-def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expected: float | None) -> list[Finding]:
-    """Names what is wrong with the drafter or its place: from its files, else by replay.
+def diagnose_folder(
+    folder: Path,
+    target_config: Mapping[str, Any],
+    served: float | None,
+    expected: float | None,
+    gather: Callable[[], Evidence | Finding],
+) -> list[Finding]:
+    """Names what is wrong with the drafter or its place: from its files, else by replay of a suspicious one.
 
     Args:
+        target_config: the target's config.json (a multimodal one with its text_config inside).
         served: the acceptance length in the engine, None where nothing was served (replay is judged alone).
         expected: training's figure for the same kind of prompts, None where it is not known.
+        gather: makes the evidence, or says why there is none.
     """
     try:
-        if findings := inspect_folder(folder, evidence.target_config):
+        findings = inspect_folder(folder, target_config)
+        if findings or not is_suspicious(served, expected):
             return findings
+        evidence = gather()
+        if isinstance(evidence, Finding):
+            return [evidence]
         drafter = load_drafter(folder, evidence.target_config)
     except (CheckpointError, DrafterConfigError) as error:
         return [Finding("files", f"{error}", "Export the drafter again and validate the folder.")]
+    return _by_replay(drafter, evidence, served, expected)
+
+
+def _by_replay(
+    drafter: Eagle3Drafter, evidence: Evidence, served: float | None, expected: float | None
+) -> list[Finding]:
     recorded = evidence.at_layers(drafter.config.aux_layers)
     base = _accepts(drafter, evidence, recorded)
     if findings := _named(drafter, evidence, recorded, base, expected):
@@ -99,7 +154,7 @@ def diagnose_folder(folder: Path, evidence: Evidence, served: float | None, expe
 
 
 def _accepts(drafter: Eagle3Drafter, evidence: Evidence, recorded: Recorded) -> float:
-    return replay(drafter, evidence.embed_tokens, recorded, evidence.steps).walked.length or 1.0
+    return replay(drafter, evidence.embed_tokens, recorded, evidence.steps).length or 1.0
 
 
 def _named(
@@ -123,3 +178,44 @@ def _named(
     base, lifted, change = best
     said = f"{change.what} lifts the replayed acceptance length from {base:.2f} to {lifted:.2f}."
     return [Finding(change.cause, said, change.remedy)]
+
+
+def _gather(target: TargetFiles, answers: Sequence[Served], steps: int, trust_remote_code: bool) -> Evidence | Finding:
+    weights = sum(path.stat().st_size for path in target.folder.glob("*.safetensors"))
+    if not 0 < weights <= _LARGEST:
+        why = "are not there" if weights == 0 else f"of {weights / 1e9:.0f} GB are too large"
+        said = f"The acceptance length is suspicious, and the weights in {target.folder} {why} to replay answers with."
+        return Finding("unknown", said, "Replay captured states of this target with acceptance.replay.")
+    sequences = _sequences(answers)
+    if not sequences:
+        return Finding("unknown", "No answer is long enough to replay.", "Evaluate on prompts with longer answers.")
+    return Evidence(
+        target_config=text_config(target.config),
+        embed_tokens=load_parts(target.folder, torch.float32).embed_tokens,
+        at_layers=lambda layers: _record(target.folder, sequences, layers, trust_remote_code),
+        steps=steps,
+    )
+
+
+def _sequences(answers: Sequence[Served]) -> list[TokenSequence]:
+    """Answers from all over the prompt set."""
+    long = [one for one in answers if len(one.output_ids) >= _SHORTEST]
+    chosen = long[:: max(1, len(long) // _ANSWERS)][:_ANSWERS]
+    return [
+        TokenSequence(
+            one.prompt.name,
+            np.array([*one.prompt.prompt_ids, *one.output_ids[:_LONGEST]], dtype=np.int32),
+            len(one.prompt.prompt_ids),
+        )
+        for one in chosen
+    ]
+
+
+def _record(
+    folder: Path, sequences: Sequence[TokenSequence], layers: tuple[int, ...], trust_remote_code: bool
+) -> Recorded:
+    target = TransformersTarget(folder, layers, "float32", trust_remote_code=trust_remote_code)
+    try:
+        return list(zip(sequences, target.capture(sequences), strict=True))
+    finally:
+        target.close()

@@ -18,8 +18,17 @@ import aiohttp
 from eagle3_ray.acceptance.questions import EvalPrompt, Question, turn_prompts
 from eagle3_ray.acceptance.tally import Acceptance
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.sglang.protocol import Refused, Sampling, Transient, Unauthorized, WrongAnswer, check, request_body
-from eagle3_ray.sglang.transport import get, open_session, post
+from eagle3_ray.sglang.protocol import (
+    Refused,
+    RequestFailed,
+    Sampling,
+    Transient,
+    Unauthorized,
+    WrongAnswer,
+    check,
+    request_body,
+)
+from eagle3_ray.sglang.transport import ask, open_session, post
 
 _ATTEMPTS = 4
 _SAY_EVERY_S = 10.0
@@ -38,7 +47,6 @@ class EngineInfo:
     draft_model: str | None
     steps: int | None
     topk: int | None
-    draft_tokens: int | None
     model: str
     dtype: str
     version: str
@@ -77,24 +85,18 @@ def engine_info(url: str, api_key: str | None = None) -> EngineInfo:
     Raises:
         EngineFailed: no answer, or not SGLang's.
     """
-
-    async def ask() -> Any:
-        async with open_session(api_key, 30) as session:
-            return await get(session, f"{url}/server_info")
-
     try:
-        said = asyncio.run(ask())
+        said = ask(f"{url}/server_info", api_key=api_key)
         return EngineInfo(
             algorithm=said["speculative_algorithm"],
             draft_model=said["speculative_draft_model_path"],
             steps=said["speculative_num_steps"],
             topk=said["speculative_eagle_topk"],
-            draft_tokens=said["speculative_num_draft_tokens"],
             model=said["model_path"],
             dtype=said["dtype"],
             version=said["version"],
         )
-    except (Transient, Refused, Unauthorized) as error:
+    except RequestFailed as error:
         raise EngineFailed(f"{url} does not answer /server_info ({error}). Is SGLang running there?") from None
     except (KeyError, TypeError) as error:
         raise EngineFailed(f"{url}: /server_info has no {error}; this was written for sglang 0.5.23.") from None

@@ -1,6 +1,5 @@
 """Results of engines on disk, so that an evaluation that was stopped goes on with the next engine."""
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,26 +8,23 @@ from typing import Any
 
 from eagle3_ray.acceptance.engine import Measured, Served
 from eagle3_ray.acceptance.questions import EvalPrompt
-from eagle3_ray.runs import write_json
+from eagle3_ray.runs import read_json, write_json
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A folder with a JSON file of each result; None keeps nothing."""
+    """A folder with a JSON file of each result."""
 
-    folder: Path | None = None
+    folder: Path
 
     def get(self, name: str, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result under `key`, measured now unless it is there."""
-        if self.folder is None:
-            return measure()
+        """The result under `key`, measured now unless it is there. Raises RunError: what is there is damaged."""
         path = self.folder / f"{key}.json"
         if path.exists():
             print(f"{name}: measured by an earlier job", file=sys.stderr)
         else:
             write_json(path, measure())
-        result: dict[str, Any] = json.loads(path.read_text())
-        return result
+        return read_json(path, "Remove it; the next job measures that engine again.")
 
 
 def answers_of(stored: Mapping[str, Any]) -> Measured:

@@ -5,15 +5,14 @@ batch has another shape than a plain step's, so two tokens whose logits are near
 difference is therefore shown with the gap between its two tokens, which the target itself is asked for.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
 from eagle3_ray.acceptance.engine import EngineFailed, Served
-from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
-from eagle3_ray.sglang.transport import open_session, post
+from eagle3_ray.sglang.protocol import RequestFailed
+from eagle3_ray.sglang.transport import ask
 
 NEAR_TIE = 0.25
 """Nats. Two bfloat16 steps of a logit between 16 and 32, the size that logits have at their largest."""
@@ -89,23 +88,18 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def token_gap(url: str, prefix: Sequence[int], a: int, b: int, api_key: str | None = None) -> float:
     """log p(a) - log p(b) behind `prefix`. One token is a prefill: an engine with a drafter answers without it."""
-
-    async def ask() -> Any:
-        body = {
-            "input_ids": list(prefix),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True,
-            "token_ids_logprob": [a, b],
-        }
-        async with open_session(api_key, 600) as session:
-            return await post(session, f"{url}/generate", body)
-
+    body = {
+        "input_ids": list(prefix),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "token_ids_logprob": [a, b],
+    }
     try:
-        answer = asyncio.run(ask())
+        answer = ask(f"{url}/generate", body, api_key, timeout_s=600)
         [pairs] = answer["meta_info"]["output_token_ids_logprobs"]
         logprobs = {token: float(logprob) for logprob, token, *_ in pairs}
         return logprobs[a] - logprobs[b]
-    except (Transient, Refused, Unauthorized) as error:
+    except RequestFailed as error:
         raise EngineFailed(f"{url} does not tell the log-probabilities of a mismatch: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise EngineFailed(f"{url}: output_token_ids_logprobs is not as sglang 0.5.23 gives it: {error}") from None

@@ -1,7 +1,7 @@
 """Prompt sets to measure acceptance on: MT-bench, GSM8K, and any file that `prompts.py` reads.
 
-A dataset is a partition, a category is the row's own `category` (MT-bench has eight), else empty. Rows may also have
-the original forms of the two benchmarks: `{"question_id", "category", "turns": [text, text]}` and `{"question"}`.
+A dataset is a partition, a category is the row's own `category` (MT-bench has eight), else empty. Rows are read as
+`jobs/prepare.py --against` reads the same files, so that what is kept out of training is what is asked here.
 
 All turns of a conversation count. Later turns are rendered with the target's own answers, and these are fixed once, by
 the plain engine: every drafter is measured on the same prompt ids.
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, find, parse, read
+from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, find, parse, read, usual_form
 from eagle3_ray.rendering import Renderer
 
 
@@ -93,17 +93,5 @@ def turn_prompts(
 
 
 def _question(raw: bytes, dataset: str, line: int) -> Question:
-    try:
-        row = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadPrompt(f"not JSON: {error}") from None
-    category = ""
-    if isinstance(row, dict):
-        category = str(row.get("category") or "")
-        if "messages" not in row and "turns" in row:  # MT-bench as its authors keep it
-            texts = row["turns"] if isinstance(row["turns"], list) else []
-            row["messages"] = [{"role": "user", "content": text} for text in texts]
-            row["id"] = row.get("id", row.get("question_id"))
-        elif "question" in row and not {"messages", "conversations", "prompt", "input_ids"} & row.keys():  # GSM8K
-            row["prompt"] = row["question"]
-    return Question(dataset, category, parse(json.dumps(row).encode(), f"line-{line}"))
+    prompt = parse(usual_form(raw), f"line-{line}")
+    return Question(dataset, str(json.loads(raw).get("category") or ""), prompt)

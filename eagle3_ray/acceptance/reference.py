@@ -147,11 +147,11 @@ class _Rule:
 class CachedTransformers:
     """A CachedTarget on transformers, for models that fit on this machine and keep all keys (no sliding window)."""
 
-    def __init__(self, folder: Path, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path, layers: Sequence[int]) -> None:
         """`layers`: the HF hidden_states indices that aux_hidden is made of, in the drafter's order."""
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
         self.layers = tuple(layers)
         self._cache: Any = None
 

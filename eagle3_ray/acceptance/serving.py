@@ -7,12 +7,10 @@ from pathlib import Path
 
 import ray
 
+from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.drafter.export import speculative_arguments
 from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang_cpu.server import Server
-
-PLAIN = "none"
-"""The name, among drafters, of the engine without one."""
 
 
 @dataclass(frozen=True)

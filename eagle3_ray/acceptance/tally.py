@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+PLAIN = "none"
+"""The name, among drafters, of the engine without one."""
+
 
 @dataclass(frozen=True)
 class Acceptance:

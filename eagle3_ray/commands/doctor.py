@@ -10,7 +10,7 @@ import sys
 from ray.exceptions import RayError
 
 from eagle3_ray import cluster, cluster_doctor, doctor
-from eagle3_ray.runs import RunDir, RunError
+from eagle3_ray.runs import CAPTURE, GENERATE, TRAIN, RunDir, RunError
 
 _NO_RAY = "Is Ray up at RAY_ADDRESS (`ray status` there), and is ~/.ray/auth_token here the cluster's?"
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
     parser.add_argument(
         "--quarantine",
-        choices=["generate", "capture", "train"],
+        choices=[GENERATE, CAPTURE, TRAIN],
         help="move this stage's data to RUN/quarantine; deletes nothing",
     )
     parser.add_argument("--storage", metavar="DIR", help="a folder that all nodes have to share, e.g. that of run.dir")

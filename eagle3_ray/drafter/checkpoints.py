@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
-from eagle3_ray.json_files import DamagedJson, read_object
+from eagle3_ray.json_files import read_object
 from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
 
 SEAL, CONFIG_SEAL = "eagle3_ray.sha256", "eagle3_ray.config_sha256"
@@ -89,10 +89,7 @@ def plain_name(name: str) -> str:
 def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json, so it is no drafter.")
-    try:
-        return read_object(folder / "config.json")
-    except DamagedJson as error:
-        raise CheckpointError(f"{error}: fetch the drafter again.") from None
+    return read_object(folder / "config.json", "Fetch the drafter again.", CheckpointError)
 
 
 def sealed_config(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """What happened in a run and what its drafter is worth: RUN/report.html for people, RUN/report.json for programs."""
 
-import os
-import uuid
 from pathlib import Path
 
 from eagle3_ray.report.collect import collect
 from eagle3_ray.report.page import render
-from eagle3_ray.runs import RunDir, write_json
+from eagle3_ray.runs import RunDir, write_json, write_text
 
 __all__ = ["collect", "write_report"]
 
@@ -20,7 +18,5 @@ def write_report(run: RunDir) -> Path:
     report = collect(run)
     write_json(run.path / "report.json", report)
     page = run.path / "report.html"
-    temporary = page.with_name(f".{page.name}.{uuid.uuid4().hex}")
-    temporary.write_text(render(report), encoding="utf-8")
-    os.replace(temporary, page)
+    write_text(page, render(report))
     return page

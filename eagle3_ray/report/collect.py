@@ -8,11 +8,10 @@ import re
 import time
 from typing import Any
 
-from eagle3_ray.ledger import STAGE as GENERATE
-from eagle3_ray.report.data import CAPTURE, captured, generated
-from eagle3_ray.report.served import EVALUATE, evaluated
-from eagle3_ray.report.training import TRAIN, trained
-from eagle3_ray.runs import RunDir, RunError
+from eagle3_ray.report.data import captured, generated
+from eagle3_ray.report.served import evaluated
+from eagle3_ray.report.training import trained
+from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError
 
 STAGES = (GENERATE, CAPTURE, TRAIN, EVALUATE)
 

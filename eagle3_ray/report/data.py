@@ -6,18 +6,15 @@ Text appears here and nowhere else in a run: examples are decoded with special t
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.ledger import STAGE, Ledger
+from eagle3_ray.audit import VARYING
+from eagle3_ray.ledger import Ledger, select
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import CAPTURE, GENERATE, RunDir
 from eagle3_ray.target.files import TargetError, resolve
-from eagle3_ray.target.on_policy import OnPolicyLimits
-
-CAPTURE = "capture"
 
 _BINS = 24
 _SMALLEST = 1e-8  # differences under it are rounding of the float32 that they are stored in
@@ -45,29 +42,25 @@ FROM read_parquet($files) WHERE endpoint IS NOT NULL GROUP BY endpoint ORDER BY 
 _FILES = """
 SELECT filename, sum(len(output_ids))::BIGINT FROM read_parquet($files, filename = true) GROUP BY filename
 """
-_KINDS = """
-SELECT regexp_replace(reason, '[0-9]+', 'N', 'g') AS kind, count(*) AS rows
-FROM read_parquet($files) GROUP BY kind ORDER BY rows DESC, kind
-"""
 _OF_KIND = """
 SELECT reason, partition, prompt_id, turn, finish_reason, prompt_ids, output_ids FROM read_parquet($files)
-WHERE regexp_replace(reason, '[0-9]+', 'N', 'g') = $kind ORDER BY sequence_id LIMIT $limit
+WHERE regexp_replace(reason, $varying, 'N', 'g') = $kind ORDER BY sequence_id LIMIT $limit
 """
 
 
 def generated(run: RunDir) -> dict[str, Any] | None:
     """The generate stage: counts, lengths and ends, speed, rejections with examples. None before it ran."""
-    entry = run.manifest().get(STAGE)
+    entry = run.manifest().get(GENERATE)
     if entry is None:
         return None
     import duckdb
 
     config = entry.get("config", {})
-    ledger, summary = Ledger(run), run.summary(STAGE) or {}
+    ledger, summary = Ledger(run), run.summary(GENERATE) or {}
     sequences, rejected = ledger.files(SEQUENCES), ledger.files(REJECTED)
     counts = ledger.count(config.get("audit", {}).get("boundary_ids", []))
     found: dict[str, Any] = {
-        "status": _status(run, STAGE),
+        "status": state_of(run, GENERATE),
         "model": config.get("target", {}).get("model"),
         "sampling": {k: entry["fingerprint"].get(f"generate.{k}") for k in ("temperature", "top_p", "max_new_tokens")},
         "expected": summary.get("expected"),
@@ -89,30 +82,28 @@ def generated(run: RunDir) -> dict[str, Any] | None:
         if sequences:
             found["lengths"] = _lengths(db, sequences)
             found["latency_s"] = _latency(db, sequences)
-            found["endpoints"] = _records(db, _ENDPOINTS, {"files": sequences})
+            found["endpoints"] = select(db, _ENDPOINTS, {"files": sequences})
             by_file = db.execute(_FILES, {"files": sequences}).fetchall()
             written = [(Path(file).stat().st_mtime, tokens) for file, tokens in by_file]
             found["speed"]["over_time"] = over_time(written, summary.get("servers_best_tokens_per_second"))
         if rejected:
-            found |= _rejections(db, rejected, config.get("target", {}))
+            found |= _rejections(db, rejected, counts["reasons"], config.get("target", {}))
     return found
 
 
 def captured(run: RunDir) -> dict[str, Any] | None:
     """The capture stage: what is stored, and how far each answer is from what the target says of it now."""
-    entry = run.manifest().get(CAPTURE)
-    if entry is None:
+    if CAPTURE not in run.manifest():
         return None
     import duckdb
 
     summary = run.summary(CAPTURE) or {}
-    limits = vars(OnPolicyLimits())
     names = ("expected", "rows", "quarantined", "tokens", "tokens_per_second", "bytes", "bytes_per_token")
     found: dict[str, Any] = {
-        "status": _status(run, CAPTURE),
+        "status": state_of(run, CAPTURE),
         **{name: summary.get(name) for name in names},
         "by_reason": summary.get("quarantined_by_reason", {}),
-        "limit": asdict(limits[dtype]) if (dtype := entry["fingerprint"].get("capture.dtype")) in limits else None,
+        "limit": summary.get("limit"),
         "scores": None,
         "warnings": list(summary.get("warnings", [])),
         "stopped_by": summary.get("stopped_by"),
@@ -127,16 +118,11 @@ def captured(run: RunDir) -> dict[str, Any] | None:
     return found
 
 
-def _status(run: RunDir, stage: str) -> str:
+def state_of(run: RunDir, stage: str) -> str:
+    """What the last job made of a stage."""
     if run.succeeded(stage):
         return "complete"
     return str((run.summary(stage) or {}).get("status", "not complete"))
-
-
-def _records(db: Any, query: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    result = db.execute(query, parameters)
-    names = [column[0] for column in result.description]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
 
 def _lengths(db: Any, files: list[str]) -> dict[str, Any]:
@@ -232,13 +218,13 @@ def over_time(written: Sequence[tuple[float, int]], best: float | None) -> dict[
     }
 
 
-def _rejections(db: Any, files: list[str], target: dict[str, Any]) -> dict[str, Any]:
-    """Kinds of rejection (numbers in a reason count as equal), the most frequent ones with examples."""
+def _rejections(db: Any, files: list[str], kinds: dict[str, int], target: dict[str, Any]) -> dict[str, Any]:
+    """Kinds of rejection with their rows, the most frequent ones with examples."""
     renderer, missing = _renderer(target)
-    rejections = _records(db, _KINDS, {"files": files})
+    rejections: list[dict[str, Any]] = [{"kind": kind, "rows": rows} for kind, rows in kinds.items()]
     for kind in rejections[:_REASONS]:
-        rows = _records(db, _OF_KIND, {"files": files, "kind": kind["kind"], "limit": _EXAMPLES})
-        kind["examples"] = [_example(row, renderer) for row in rows]
+        wanted = {"files": files, "varying": VARYING, "kind": kind["kind"], "limit": _EXAMPLES}
+        kind["examples"] = [_example(row, renderer) for row in select(db, _OF_KIND, wanted)]
     return {
         "rejections": rejections,
         "special_tokens": renderer.special_tokens if renderer else [],

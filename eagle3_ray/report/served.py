@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.acceptance.serving import PLAIN
-from eagle3_ray.runs import RunDir
+from eagle3_ray.acceptance.tally import PLAIN
+from eagle3_ray.runs import EVALUATE, TRAIN, RunDir
 
-EVALUATE = "evaluate"
 _EVERYTHING, _WITHOUT_LOOPS = "all", "without loops"  # groups of the summary; others are a dataset, or dataset/category
 
 _MISMATCHES = 5  # shown of each drafter
@@ -26,7 +25,7 @@ def evaluated(run: RunDir) -> dict[str, Any] | None:
     drafters = [_drafter(run, name, engine) for name, engine in engines.items()]
     order = ("none", "fresh", "baseline", "trained")
     settings = summary.get("settings", {})
-    names = ("prompts", "limit", "max_new_tokens", "temperature", "steps", "speed_prompts")
+    names = ("prompts", "limit", "max_new_tokens", "steps", "speed_prompts")
     return {
         "status": summary["status"],
         "settings": {name: settings.get(name) for name in names},
@@ -67,5 +66,5 @@ def _role(run: RunDir, name: str) -> str:
     if name == PLAIN:
         return "none"
     folder = Path(name).resolve()
-    known = {run.stage("train") / "drafter": "trained", run.stage("train") / "initial": "fresh"}
+    known = {run.stage(TRAIN) / "drafter": "trained", run.stage(TRAIN) / "initial": "fresh"}
     return next((role for place, role in known.items() if place.resolve() == folder), "baseline")

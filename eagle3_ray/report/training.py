@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_ray.runs import RunDir, read_json
+from eagle3_ray.report.data import state_of
+from eagle3_ray.runs import TRAIN, RunDir, read_json
 from eagle3_ray.train_log import LOG, read_log
-
-TRAIN = "train"
 
 _POINTS = 300
 
@@ -25,7 +24,7 @@ def trained(run: RunDir) -> dict[str, Any] | None:
     names = ("steps", "expected", "tokens", "set_aside", "tokens_per_second", "wait_share", "wall_s", "launch")
     settings = entry.get("config", {}).get("train", {})
     return {
-        "status": "complete" if run.succeeded(TRAIN) else summary.get("status", "not complete"),
+        "status": state_of(run, TRAIN),
         **{name: summary.get(name) for name in names},
         "chain_acceptance_length": summary.get("chain_acceptance_length"),
         "drafter_dir": summary.get("drafter_dir"),

@@ -10,7 +10,11 @@ from typing import Any
 _LEAST = -3e38  # the lowest log-probability that the float32 of a row can hold
 
 
-class Transient(Exception):
+class RequestFailed(Exception):
+    """A server did not answer a request as asked; which of its kinds it is says what to do about it."""
+
+
+class Transient(RequestFailed):
     """Worth another try: connection loss, 429, 5xx, a timeout, an abort. `retry_after_s` is the server's own wish."""
 
     def __init__(self, cause: str, detail: str, retry_after_s: float = 0.0) -> None:
@@ -31,11 +35,11 @@ class WrongAnswer(Transient):
         self.args = (detail,)  # what pickle calls this class with
 
 
-class Refused(Exception):
+class Refused(RequestFailed):
     """The server will never take this request (HTTP 400): the row is at fault."""
 
 
-class Unauthorized(Exception):
+class Unauthorized(RequestFailed):
     """HTTP 401, 403, 404 and their like: the setup is at fault, no row will get through."""
 
     def __init__(self, status: int, detail: str) -> None:

@@ -30,6 +30,16 @@ async def post(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
     return await _send(session.post(url, json=body))
 
 
+def ask(url: str, body: Any = None, api_key: str | None = None, timeout_s: float = 20) -> Any:
+    """The JSON behind one GET, or one POST of `body`, for callers without an event loop. Raises RequestFailed."""
+
+    async def once() -> Any:
+        async with open_session(api_key, timeout_s) as session:
+            return await (get(session, url, timeout_s) if body is None else post(session, url, body))
+
+    return asyncio.run(once())
+
+
 async def _send(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Any:
     try:
         async with request as response:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.json_files import DamagedJson, read_object
+from eagle3_ray.json_files import read_object
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "*.tiktoken")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.py")
@@ -115,10 +115,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_json(path: Path, missing: dict[str, Any]) -> dict[str, Any]:
     """The JSON object in a file of the target, `missing` where there is no such file. Raises TargetError: damaged."""
-    try:
-        return read_object(path) if path.exists() else missing
-    except DamagedJson as error:
-        raise TargetError(f"{error}. Fetch the target model again.") from None
+    return read_object(path, "Fetch the target model again.", TargetError) if path.exists() else missing
 
 
 def _hash_files(paths: Iterable[Path], sampled: bool = False) -> str | None:

@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from eagle3_ray.acceptance.kept import Kept
 from eagle3_ray.acceptance.lossless import token_gap
 from eagle3_ray.acceptance.questions import load_questions
 from eagle3_ray.acceptance.reference import CachedTransformers, decode, decode_plainly
 from eagle3_ray.acceptance.replay import replay
 from eagle3_ray.acceptance.tally import pool
+from eagle3_ray.config import Evaluate, Target
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.propose import propose
@@ -77,16 +78,17 @@ def prompt_set(cpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def settings(model: Path, prompts: Path, drafter: Path, **more: Any) -> EvaluateSettings:
-    return EvaluateSettings(
-        str(model), (str(drafter),), (str(prompts),), max_new_tokens=TOKENS, steps=STEPS, concurrencies=(1, 3), **more
+def settings(model: Path, prompts: Path, drafter: Path, *endpoints: tuple[str, str]) -> EvaluateSettings:
+    section = Evaluate(
+        drafters=[str(drafter)], prompts=[str(prompts)], max_new_tokens=TOKENS, steps=STEPS, concurrencies=[1, 3]
     )
+    return EvaluateSettings(section, Target(model=str(model)), endpoints=endpoints)
 
 
 def test_engine_reference_decoder_and_replay_count_the_same_verify_steps(
-    cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter: Eagle3Drafter, drafter_folder: Path
+    cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter: Eagle3Drafter, drafter_folder: Path, tmp_path: Path
 ) -> None:
-    summary = evaluate(settings(cpu_model, prompt_set, drafter_folder, endpoints=(("none", cpu_server.url),)))
+    summary = evaluate(settings(cpu_model, prompt_set, drafter_folder, ("none", cpu_server.url)), Kept(tmp_path))
     assert (summary["status"], summary["stopped_by"], summary["warnings"]) == ("complete", None, [])
     engine = summary["engines"][str(drafter_folder)]
     assert engine["lossless"] == {"answers": 3, "equal": 3, "unexplained": 0, "mismatches": []}
@@ -117,12 +119,12 @@ def test_engine_reference_decoder_and_replay_count_the_same_verify_steps(
         sequence = TokenSequence(str(len(recorded)), np.array(ids, dtype=np.int32), len(prompt))
         recorded.append((sequence, States(sequence.sequence_id, aux_hidden, aux_hidden)))
     assert pool(decoded).as_json() == engine["acceptance"]["all"]
-    replayed = replay(drafter, embed, recorded, STEPS).walked
+    replayed = replay(drafter, embed, recorded, STEPS)
     assert (replayed.tokens, replayed.verify_steps) == (pool(decoded).tokens, pool(decoded).verify_steps)
 
 
 def test_a_server_with_the_older_algorithm_gives_exactly_one_and_is_named(
-    cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter_folder: Path
+    cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter_folder: Path, tmp_path: Path
 ) -> None:
     with Server(cpu_model, drafter=drafter_folder, args=["--speculative-algorithm", "EAGLE"]) as server:
         summary = evaluate(
@@ -130,8 +132,10 @@ def test_a_server_with_the_older_algorithm_gives_exactly_one_and_is_named(
                 cpu_model,
                 prompt_set / "zeros.jsonl",
                 drafter_folder,
-                endpoints=(("none", cpu_server.url), (str(drafter_folder), server.url)),
-            )
+                ("none", cpu_server.url),
+                (str(drafter_folder), server.url),
+            ),
+            Kept(tmp_path),
         )
     engine = summary["engines"][str(drafter_folder)]
     assert engine["acceptance"]["all"]["acceptance_length"] == 1.0

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from eagle3_ray.acceptance.serving import PLAIN, Serving
+from eagle3_ray.acceptance.serving import Serving
+from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.config import load
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.sglang.gpu_server import gpu_server

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -96,6 +97,8 @@ def test_a_sequence_that_the_target_did_not_say_is_set_aside_with_its_reason(
     assert len(scores) == 20
     [(named, reason)] = [(row["sequence_id"], row["reason"]) for row in scores if row["reason"]]
     assert named == changed[4]["sequence_id"]
+    assert reason.endswith(f"limit {result.summary['limit']['mean_difference']:g}")
+    assert result.summary["quarantined_by_reason"] == {re.sub(r"[0-9]+(\.[0-9]+)?", "N", reason): 1}
     log = [json.loads(line) for line in (run / "logs" / "capture.jsonl").read_text().splitlines()]
     assert [line["event"] for line in log] == ["job started", "sequence set aside", "job complete"]
     assert (log[1]["sequence_id"], log[1]["reason"], log[1]["level"]) == (named, reason, "WARNING")

@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_ray.acceptance.changes import Evidence, Recorded
-from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_suspicious
+from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, examine, is_suspicious
 from eagle3_ray.acceptance.engine import EngineInfo, Served
-from eagle3_ray.acceptance.folder import inspect_folder
+from eagle3_ray.acceptance.folder import Finding, inspect_folder
 from eagle3_ray.acceptance.questions import EvalPrompt
 from eagle3_ray.acceptance.replay import replay
-from eagle3_ray.acceptance.suspicion import examine
 from eagle3_ray.drafter.checkpoints import load_drafter
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
@@ -125,7 +124,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     recorded = evidence.at_layers(LAYERS)
     folder = write(train(target, record(say(target), LAYERS)), tmp_path_factory.mktemp("world") / "drafter")
     drafter = load_drafter(folder, TARGET)
-    length = replay(drafter, evidence.embed_tokens, recorded, STEPS).walked.length
+    length = replay(drafter, evidence.embed_tokens, recorded, STEPS).length
     assert length is not None
     assert length > 1.8, "else there is nothing to lose by sabotage"
     return World(folder, evidence, length)
@@ -151,15 +150,19 @@ def break_it(world: World, tmp_path: Path) -> Callable[..., Path]:
     return break_it
 
 
+def diagnosed(folder: Path, evidence: Evidence, served: float | None, expected: float | None) -> list[Finding]:
+    return diagnose_folder(folder, TARGET, served, expected, lambda: evidence)
+
+
 def causes(world: World, folder: Path) -> list[str]:
-    findings = diagnose_folder(folder, world.evidence, served=1.0, expected=world.length)
+    findings = diagnosed(folder, world.evidence, 1.0, world.length)
     print(*findings, sep="\n")
     return [finding.cause for finding in findings]
 
 
 def test_a_drafter_that_works_on_the_targets_states_but_not_in_the_engine_is_a_matter_of_serving(world: World) -> None:
-    assert diagnose_folder(world.folder, world.evidence, served=world.length, expected=world.length) == []
-    [finding] = diagnose_folder(world.folder, world.evidence, served=1.0, expected=world.length)
+    assert diagnosed(world.folder, world.evidence, None, world.length) == []
+    [finding] = diagnosed(world.folder, world.evidence, 1.0, world.length)
     assert finding.cause == "serving"
     assert f"accepts {world.length:.2f} tokens a step when replayed" in finding.evidence
 
@@ -202,7 +205,7 @@ def test_swapped_layers_are_named_with_the_order_that_works(
         thirds = held["fc.weight"].chunk(3, dim=1)
         held["fc.weight"] = torch.cat([thirds[i] for i in order], dim=1)
 
-    [finding] = diagnose_folder(break_it(tensors=swap), world.evidence, served=1.0, expected=world.length)
+    [finding] = diagnosed(break_it(tensors=swap), world.evidence, 1.0, world.length)
     assert finding.cause == "layer ids"
     assert f"in the order {[LAYERS[i] for i in order]} instead of [2, 3, 4]" in finding.evidence
 
@@ -215,7 +218,7 @@ def test_layer_ids_that_do_not_rise_are_named_without_running_anything(break_it:
 def test_layers_named_in_another_convention_are_named(world: World, break_it: Callable[..., Path]) -> None:
     eagle = {"eagle_aux_hidden_state_layer_ids": [2, 3, 4], "use_aux_hidden_state": True}  # SGLang: outputs of these
     folder = break_it({"eagle_config": eagle})
-    [finding] = diagnose_folder(folder, world.evidence, served=1.0, expected=world.length)
+    [finding] = diagnosed(folder, world.evidence, 1.0, world.length)
     assert finding.cause == "layer ids"
     assert "Capturing layers [2, 3, 4] instead of [3, 4, 5]" in finding.evidence
 
@@ -230,7 +233,7 @@ def test_fc_norm_without_its_tensors_is_named(world: World, break_it: Callable[.
 
 def test_a_missing_fc_is_named(world: World, break_it: Callable[..., Path]) -> None:
     folder = break_it(tensors=lambda held: held.pop("fc.weight"))
-    [finding] = diagnose_folder(folder, world.evidence, served=1.0, expected=world.length)
+    [finding] = diagnosed(folder, world.evidence, 1.0, world.length)
     assert finding.cause == "missing tensor"
     assert "lacks fc.weight" in finding.evidence
 
@@ -242,7 +245,7 @@ def test_a_lost_rope_theta_is_named(world: World, break_it: Callable[..., Path])
 
 def test_another_target_of_the_same_sizes_is_named(world: World) -> None:
     other = make_evidence(make_target(7))
-    [finding] = diagnose_folder(world.folder, other, served=1.0, expected=world.length)
+    [finding] = diagnosed(world.folder, other, 1.0, world.length)
     assert finding.cause == "other target"
     assert f"training said {world.length:.2f}" in finding.evidence
 
@@ -252,7 +255,7 @@ def test_without_a_training_figure_a_drafter_of_another_target_looks_like_an_unt
 ) -> None:
     torch.manual_seed(5)
     fresh = write(Eagle3Drafter(DrafterConfig.from_target(TARGET, LAYERS, 50)), tmp_path / "fresh")
-    [finding] = diagnose_folder(fresh, world.evidence, served=1.0, expected=None)
+    [finding] = diagnosed(fresh, world.evidence, 1.0, None)
     assert finding.cause == "untrained or other target"
 
 
@@ -263,7 +266,7 @@ def test_another_target_of_other_sizes_is_named_by_them(world: World) -> None:
 
 
 def info(**fields: Any) -> EngineInfo:
-    return replace(EngineInfo("EAGLE3", "/models/drafter", 5, 1, 6, "/models/target", "bfloat16", "0.5.23"), **fields)
+    return replace(EngineInfo("EAGLE3", "/models/drafter", 5, 1, "/models/target", "bfloat16", "0.5.23"), **fields)
 
 
 def test_the_older_algorithm_is_named() -> None:

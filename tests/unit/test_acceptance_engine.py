@@ -128,7 +128,7 @@ def test_the_server_says_how_it_speculates(server: FakeServer) -> None:
         engine_info(server.url)
     server.set(server_info=fields)
     info = engine_info(server.url)
-    assert (info.algorithm, info.draft_model, info.steps, info.topk, info.draft_tokens) == ("EAGLE3", "/d", 5, 1, 6)
+    assert (info.algorithm, info.draft_model, info.steps, info.topk) == ("EAGLE3", "/d", 5, 1)
     assert (info.model, info.version) == ("fake/model", "0.5.23")
     with pytest.raises(EngineFailed, match="does not answer /server_info"):
         engine_info("http://127.0.0.1:9")

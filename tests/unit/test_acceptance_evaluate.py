@@ -14,10 +14,10 @@ from eagle3_ray import evaluate as stage
 from eagle3_ray.acceptance import engine
 from eagle3_ray.acceptance.kept import Kept
 from eagle3_ray.acceptance.serving import Serving
-from eagle3_ray.config import Config, ConfigError
+from eagle3_ray.config import Config, ConfigError, Evaluate, Target
 from eagle3_ray.evaluate import EvaluateSettings, dry_run, evaluate, run, settings_of
 from eagle3_ray.prompts import PromptSourceError
-from eagle3_ray.runs import RunDir
+from eagle3_ray.runs import RunDir, RunError
 from tests.fakes.sglang_server import FakeServer
 from tests.tiny_target import IM_END, VOCAB_SIZE
 
@@ -51,20 +51,30 @@ def settings(
     monkeypatch.setattr(engine, "_WAIT_S", 0.0)
     (tmp_path / "mt.jsonl").write_text(json.dumps({"id": "m", "category": "math", "turns": ["What?", "Why?"]}) + "\n")
     (tmp_path / "gsm.jsonl").write_text("".join(json.dumps({"prompt": f"{n} and 1?"}) + "\n" for n in range(4)))
-    return EvaluateSettings(
-        target=str(target),
-        drafters=("/runs/drafter",),
-        prompts=(str(tmp_path / "mt.jsonl"), str(tmp_path / "gsm.jsonl")),
+    section = Evaluate(
+        drafters=["/runs/drafter"],
+        prompts=[str(tmp_path / "mt.jsonl"), str(tmp_path / "gsm.jsonl")],
         max_new_tokens=11,
         steps=3,
-        concurrencies=(1, 2),
+        concurrencies=[1, 2],
         speed_prompts=2,
-        endpoints=(("none", plain.url), ("/runs/drafter", drafted.url)),
+        endpoints=[f"none={plain.url}", f"/runs/drafter={drafted.url}"],
     )
+    endpoints = (("none", plain.url), ("/runs/drafter", drafted.url))
+    return EvaluateSettings(section, Target(model=str(target)), endpoints=endpoints)
 
 
-def test_a_drafter_is_measured_beside_none_on_the_same_prompts(settings: EvaluateSettings) -> None:
-    summary = evaluate(settings)
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path / "measured")
+
+
+def with_section(settings: EvaluateSettings, **fields: Any) -> EvaluateSettings:
+    return replace(settings, section=settings.section.model_copy(update=fields))
+
+
+def test_a_drafter_is_measured_beside_none_on_the_same_prompts(settings: EvaluateSettings, kept: Kept) -> None:
+    summary = evaluate(settings, kept)
     assert (summary["stage"], summary["status"], summary["warnings"]) == ("evaluate", "complete", [])
     assert list(summary["engines"]) == ["none", "/runs/drafter"]
     result = summary["engines"]["/runs/drafter"]
@@ -87,7 +97,9 @@ def test_a_drafter_is_measured_beside_none_on_the_same_prompts(settings: Evaluat
     assert json.dumps(summary), "all of it is JSON"
 
 
-def test_the_start_of_an_engine_counts_as_start_up(settings: EvaluateSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_an_engine_counts_as_start_up(
+    settings: EvaluateSettings, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Serving.engine
 
     @contextmanager
@@ -97,45 +109,39 @@ def test_the_start_of_an_engine_counts_as_start_up(settings: EvaluateSettings, m
             yield url
 
     monkeypatch.setattr(Serving, "engine", slow)
-    summary = evaluate(settings)
+    summary = evaluate(settings, kept)
     assert 0.6 <= summary["start_up_s"] <= summary["wall_s"]
     assert summary["busy_s"] <= summary["wall_s"] - summary["start_up_s"] + 0.1  # each is rounded
 
 
 def test_another_answer_than_the_plain_engines_is_a_warning(
-    settings: EvaluateSettings, drafted: FakeServer, monkeypatch: pytest.MonkeyPatch
+    settings: EvaluateSettings, kept: Kept, drafted: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eagle3_ray.acceptance.lossless.token_gap", lambda *_: 3.0)
     drafted.set(model_seed=1)
     try:
-        summary = evaluate(settings)
+        summary = evaluate(settings, kept)
     finally:
         drafted.set(model_seed=0)
     assert summary["engines"]["/runs/drafter"]["lossless"]["unexplained"] == 6
     assert "6 of 6 greedy answers differ from the plain engine's" in summary["warnings"][0]
 
 
-def test_sampled_answers_are_not_compared(settings: EvaluateSettings) -> None:
-    assert evaluate(replace(settings, temperature=0.7))["engines"]["/runs/drafter"]["lossless"] is None
-
-
-def test_what_was_measured_before_an_engine_failed_is_kept(settings: EvaluateSettings) -> None:
+def test_what_was_measured_before_an_engine_failed_is_kept(settings: EvaluateSettings, kept: Kept) -> None:
     two = replace(
-        settings,
-        drafters=("/runs/drafter", "/runs/other"),
+        with_section(settings, drafters=["/runs/drafter", "/runs/other"]),
         endpoints=(*settings.endpoints, ("/runs/other", "http://127.0.0.1:9")),
     )
-    summary = evaluate(two)
+    summary = evaluate(two, kept)
     assert summary["status"] == "stopped"
     assert "http://127.0.0.1:9 does not answer /server_info" in summary["stopped_by"]
     assert list(summary["engines"]) == ["none", "/runs/drafter"]
 
 
 def test_the_next_job_measures_only_the_engines_that_are_missing(
-    settings: EvaluateSettings, drafted: FakeServer, plain: FakeServer, tmp_path: Path
+    settings: EvaluateSettings, kept: Kept, drafted: FakeServer, plain: FakeServer, tmp_path: Path
 ) -> None:
-    kept = Kept(tmp_path / "measured")
-    two = replace(settings, drafters=("/runs/drafter", "/runs/other"))
+    two = with_section(settings, drafters=["/runs/drafter", "/runs/other"])
     down = (*settings.endpoints, ("/runs/other", "http://127.0.0.1:9"))
     first = evaluate(replace(two, endpoints=down), kept)
     assert (first["status"], list(first["engines"])) == ("stopped", ["none", "/runs/drafter"])
@@ -150,38 +156,36 @@ def test_the_next_job_measures_only_the_engines_that_are_missing(
     assert evaluate(settings, kept)["engines"]["none"]["answers"] == 3
 
 
-def test_a_plain_engine_that_speculates_is_refused(settings: EvaluateSettings, drafted: FakeServer) -> None:
-    summary = evaluate(replace(settings, endpoints=(("none", drafted.url),)))
+@pytest.mark.parametrize("damage", ["{", "[]"])
+def test_a_damaged_measurement_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "k.json").write_text(damage)
+    with pytest.raises(RunError, match=r"k\.json is damaged .*Remove it; the next job measures that engine again"):
+        Kept(tmp_path).get("none", "k", pytest.fail)
+
+
+def test_a_plain_engine_that_speculates_is_refused(settings: EvaluateSettings, kept: Kept, drafted: FakeServer) -> None:
+    summary = evaluate(replace(settings, endpoints=(("none", drafted.url),)), kept)
     assert summary["status"] == "stopped"
     assert "was named as the engine without a drafter, but it runs EAGLE3" in summary["stopped_by"]
     assert summary["acceptance_length"] is None
 
 
 def test_prompts_that_are_not_there_are_an_error_before_any_engine_starts(
-    settings: EvaluateSettings, monkeypatch: pytest.MonkeyPatch
+    settings: EvaluateSettings, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage, "engine_info", pytest.fail)
     with pytest.raises(PromptSourceError, match="does not exist"):
-        evaluate(replace(settings, prompts=("/nowhere",)))
+        evaluate(with_section(settings, prompts=["/nowhere"]), kept)
 
 
 @pytest.fixture
 def config(settings: EvaluateSettings, tmp_path: Path) -> Config:
-    endpoints = [f"{name}={url}" for name, url in settings.endpoints]
     return Config.model_validate(
         {
             "run": {"dir": str(tmp_path / "run")},
-            "target": {"model": settings.target},
+            "target": {"model": settings.target.model},
             "prompts": {"path": "unused"},
-            "evaluate": {
-                "prompts": list(settings.prompts),
-                "drafters": list(settings.drafters),
-                "endpoints": endpoints,
-                "max_new_tokens": 11,
-                "steps": 3,
-                "concurrencies": [1, 2],
-                "speed_prompts": 2,
-            },
+            "evaluate": settings.section.model_dump(),
         }
     )
 
@@ -191,8 +195,7 @@ def with_evaluate(config: Config, **fields: Any) -> Config:
 
 
 def test_the_stage_takes_its_settings_from_the_configuration(config: Config, settings: EvaluateSettings) -> None:
-    expected = replace(settings, launch=config.target.launch)
-    assert settings_of(config) == expected
+    assert settings_of(config) == settings
     assert dry_run(config) == (
         f"5 questions, 6 answers of at most 11 tokens from each engine: none ({dict(settings.endpoints)['none']}), "
         f"/runs/drafter ({dict(settings.endpoints)['/runs/drafter']})"
@@ -207,7 +210,7 @@ def test_the_runs_own_drafters_are_measured_where_none_is_named(config: Config) 
         (stage / name).mkdir(parents=True)
     RunDir(config.run.dir).write_summary("train", {"chain_acceptance_length": 1.9})
     found = settings_of(with_evaluate(config, drafters=[], endpoints=[]))
-    assert found.drafters == (str(stage / "initial"), str(stage / "drafter"))
+    assert found.section.drafters == [str(stage / "initial"), str(stage / "drafter")]
     assert found.expected == ((str(stage / "initial"), 1.0), (str(stage / "drafter"), 1.9))
     with pytest.raises(ConfigError, match=r"evaluate\.prompts names no questions"):
         settings_of(with_evaluate(config, prompts=[]))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from eagle3_ray.acceptance.engine import Served
 from eagle3_ray.acceptance.questions import EvalPrompt
-from eagle3_ray.acceptance.serving import PLAIN, Serving
+from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.table import by_group, table
-from eagle3_ray.acceptance.tally import of_answer
+from eagle3_ray.acceptance.tally import PLAIN, of_answer
 from eagle3_ray.drafter.export import speculative_arguments
 
 

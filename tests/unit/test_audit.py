@@ -11,7 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3_ray.audit import AuditRules, Evidence, cut_in_reasoning, judge, loop_length, report
+from eagle3_ray.audit import (
+    VARYING,
+    AuditRules,
+    Evidence,
+    cut_in_reasoning,
+    judge,
+    kind_of,
+    loop_length,
+)
+from eagle3_ray.ledger import report
+from eagle3_ray.prompts import BadPrompt, parse
 from eagle3_ray.records import SEQUENCE_SCHEMA
 
 STOP, OTHER_STOP, END_THINK, IM_START = 2, 3, 4, 1
@@ -142,7 +152,7 @@ def test_a_partition_with_more_than_half_of_its_answers_unfit_is_stopped(bad: in
     assert (finding is not None) == stops
     if finding:
         assert "Partition B2: 6 of 10 answers" in finding
-        assert "6 of them: special token 1 inside the answer, at position N" in finding
+        assert "6 of them: special token N inside the answer, at position N" in finding
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -221,3 +231,37 @@ def test_reasoning_is_cut_where_the_length_came_before_the_boundary(
 ) -> None:
     assert cut_in_reasoning(prompt_ids, output_ids, finish_reason, RULES) == cut
     assert not cut_in_reasoning(prompt_ids, output_ids, finish_reason, NO_BOUNDARY)
+
+
+def _refusal(row: str) -> str:
+    with pytest.raises(BadPrompt) as refused:
+        parse(row.encode(), "id")
+    return str(refused.value)
+
+
+KINDS = {
+    "the answer ends in a loop of N tokens": lambda i: judge([9, 10] * (20 + i), False, RULES),
+    "special token N inside the answer, at position N": lambda i: judge([9] * i + [1 + i % 3, 9], False, STRICT),
+    "unknown role N": lambda i: _refusal(f'{{"messages": [{{"role": "x{i} y", "content": "a"}}]}}'),
+    "unknown speaker N": lambda i: _refusal(f'{{"conversations": [{{"from": "it\'s {i}", "value": "a"}}]}}'),
+    "the id N is not valid Unicode": lambda i: _refusal(f'{{"id": "{i}\\ud800", "prompt": "a"}}'),
+    "not JSON: Expecting N delimiter: line N column N (char N)": lambda i: _refusal('{"a": "' + "b" * i + '" 1}'),
+}
+STRICT = AuditRules(frozenset(), RULES.special_ids, frozenset(), 12, 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reasons_of_one_rule_are_of_one_kind(kind: str) -> None:
+    reasons = {str(KINDS[kind](i)) for i in range(9)}
+    assert len(reasons) > 2
+    assert {kind_of(reason) for reason in reasons} == {kind}
+    assert {kind_of(f"an earlier turn was rejected: {reason}") for reason in reasons} == {
+        f"an earlier turn was rejected: {kind}"
+    }
+    told = duckdb.sql("SELECT regexp_replace(unnest($1), $2, 'N', 'g')", params=[[*reasons], VARYING]).fetchall()
+    assert set(told) == {(kind,)}
+
+
+def test_kinds_of_numbers_and_quoted_words_are_as_written_by_hand() -> None:
+    assert kind_of("by 1.2e-05 of the tokens' doubt, limit 0.001: 84.6%") == "by N of the tokens' doubt, limit N: N%"
+    assert kind_of("the target's 'a b' and \"c\".") == "the target's N and N."

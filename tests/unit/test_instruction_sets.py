@@ -1,11 +1,14 @@
 """The forms in which people publish instructions, and what a row that cannot be used says."""
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle3_ray.instruction_sets import parse_row
+from eagle3_ray.acceptance.questions import load_questions
+from eagle3_ray.instruction_sets import PUBLIC_SETS, parse_row, public_rows
 from eagle3_ray.prompts import BadPrompt
 
 
@@ -13,24 +16,48 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-@pytest.mark.parametrize(
-    ("row", "texts"),
-    [
-        ({"messages": [_user("a"), {"role": "assistant", "content": "no"}, _user("b")]}, ["a", "b"]),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "no"}]}, ["a"]),
-        ({"prompt": "a", "instruction": "no"}, ["a"]),
-        ({"instruction": "Translate.", "input": "a", "output": "no"}, ["Translate.\n\na"]),
-        ({"instruction": "Count.", "input": "", "output": "no"}, ["Count."]),
-        ({"question": "a", "answer": "no"}, ["a"]),
-        ({"problem": "a", "solution": "no"}, ["a"]),
-        ({"query": "a", "response": "no"}, ["a"]),
-        ({"question_id": 81, "turns": ["a", "b"], "reference": ["no"]}, ["a", "b"]),
-    ],
-)
+USUAL: list[tuple[dict[str, Any], list[str]]] = [
+    ({"messages": [_user("a"), {"role": "assistant", "content": "no"}, _user("b")]}, ["a", "b"]),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "no"}]}, ["a"]),
+    ({"prompt": "a", "instruction": "no"}, ["a"]),
+    ({"instruction": "Translate.", "input": "a", "output": "no"}, ["Translate.\n\na"]),
+    ({"instruction": "Count.", "input": "", "output": "no"}, ["Count."]),
+    ({"question": "a", "answer": "no"}, ["a"]),
+    ({"problem": "a", "solution": "no"}, ["a"]),
+    ({"query": "a", "response": "no"}, ["a"]),
+    ({"question_id": 81, "turns": ["a", "b"], "reference": ["no"]}, ["a", "b"]),
+]
+
+
+@pytest.mark.parametrize(("row", "texts"), USUAL)
 def test_every_usual_form_of_a_row_gives_the_questions_without_the_answers(row: Any, texts: list[str]) -> None:
     prompt = parse_row(json.dumps(row).encode(), "f:1", column=None)
     assert prompt.turns == [[_user(text)] for text in texts]
     assert prompt.prompt_id == ("81" if "question_id" in row else "f:1")
+
+
+@pytest.mark.parametrize(("row", "texts"), USUAL)
+def test_an_evaluation_asks_what_prepare_keeps_out_of_the_same_file(
+    row: dict[str, Any], texts: list[str], tmp_path: Path
+) -> None:
+    raw = json.dumps(row)
+    (tmp_path / "set.jsonl").write_text(f"{raw}\n")
+    [question] = load_questions([str(tmp_path / "set.jsonl")])
+    assert question.prompt == parse_row(raw.encode(), "line-1", column=None)
+    assert question.prompt.turns == [[_user(text)] for text in texts]
+
+
+def test_a_public_set_has_no_nulls_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Datasets:
+        @staticmethod
+        def load_dataset(*_: Any, **__: Any) -> list[Any]:
+            call = {"name": "weather", "arguments": {"city": "Bonn", "zip": None}}
+            return [{"messages": [_user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    [(_, _, raw)] = public_rows(PUBLIC_SETS["ultrachat"])
+    call = {"name": "weather", "arguments": {"city": "Bonn"}}
+    assert json.loads(raw) == {"messages": [_user("a"), {"role": "assistant", "tool_calls": [call]}]}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3_ray.audit import kind_of
 from eagle3_ray.target.on_policy import OnPolicyLimits, Score, label_logprobs, on_policy
 from eagle3_ray.target.protocol import CaptureError, States, TargetParts, TokenSequence
 
@@ -120,3 +121,25 @@ def test_recorded_values_of_another_length_are_refused(states: States, parts: Ta
     ids = np.zeros(T, np.int32)
     with pytest.raises(CaptureError, match="19 recorded log-probabilities of 20 answer tokens"):
         on_policy(states, TokenSequence("a", ids, PROMPT), [0.0] * 19, parts, temperature=1)
+
+
+BY = "log-probabilities differ from the recorded ones by N"
+WRONG = {
+    "mean_difference": f"{BY} nats over N tokens, limit N",
+    "worst_window": "log-probabilities of N neighbours differ from the recorded ones by N nats, limit N",
+    "relative_difference": f"{BY} of the tokens' doubt over N tokens, limit N",
+    "argmax_agreement": "only N% of a greedy answer are the target's first choice over N tokens, limit N%",
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_reasons_of_one_limit_are_of_one_kind(field: str) -> None:
+    whole = Score(30, "float32", True, 0.0, 0.0, 0.0, 1.0, -1.0, torch.empty(0))
+    values = (0.1, 0.25, 0.5) if field == "argmax_agreement" else (0.0123, 0.5, 12.0, 3.4e7)
+    reasons = {
+        str(OnPolicyLimits().reason(replace(whole, **{field: value}, tokens=tokens)))  # type: ignore[arg-type]
+        for value in values
+        for tokens in (3, 40)
+    }
+    assert len(reasons) >= 3
+    assert {kind_of(reason) for reason in reasons} == {WRONG[field]}

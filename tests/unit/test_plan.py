@@ -196,7 +196,7 @@ def test_an_id_that_stands_twice_in_a_partition_is_a_bad_row_and_in_two_partitio
         ("B1/x", 2, "B1/x:2"),
         ("B1/y", 1, "B1/y:1"),
     }
-    assert {unit["reason"] for unit in made.bad} == {"the id a stands in this partition more than once"}
+    assert {unit["reason"] for unit in made.bad} == {"the id 'a' stands in this partition more than once"}
 
 
 @pytest.mark.parametrize("seed", range(2))

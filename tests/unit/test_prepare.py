@@ -12,8 +12,8 @@ import pytest
 
 from eagle3_ray import instruction_sets, prepare
 from eagle3_ray.commands.prepare import main
+from eagle3_ray.config import ConfigError
 from eagle3_ray.instruction_sets import PUBLIC_SETS
-from eagle3_ray.prepare import PrepareError
 from eagle3_ray.prompts import PromptSourceError, find, parse, read
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import FingerprintMismatch, RunBusy, RunDir, RunError, WriterLock
@@ -298,9 +298,10 @@ def test_a_folder_of_something_else_a_damaged_one_and_a_changed_one_are_refused(
     (out / "a.jsonl").write_text("")
     with pytest.raises(RunError, match=r"a\.jsonl is gone or was changed"):
         prepare.run(str(out), [source])
-    (out / "prepared.json").write_text("{")
-    with pytest.raises(RunError, match="damaged"):
-        prepare.run(str(out), [source])
+    for damage in ("{", "[]", "{}"):
+        (out / "prepared.json").write_text(damage)
+        with pytest.raises(RunError, match=r"prepared\.json is damaged .*Move .* aside"):
+            prepare.run(str(out), [source])
     (out / "prepared.json").unlink()
     with pytest.raises(RunError, match="not made by the prepare job"):
         prepare.run(str(out), [source])
@@ -357,15 +358,15 @@ def test_a_job_that_waited_while_another_made_the_folder_takes_what_that_one_mad
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"sources": []}, PrepareError, "--source is missing"),
-        ({"sources": ["ultrachatt"]}, PrepareError, "--source ultrachatt is not a known public set .*ultrachat"),
-        ({"sources": ["_a={a}"]}, PrepareError, "name '_a' has to consist of"),
-        ({"sources": ["../a={a}"]}, PrepareError, "has to consist of"),
-        ({"sources": ["a="]}, PrepareError, "nothing behind the '='"),
-        ({"sources": ["a={a}", "a={b}"]}, PrepareError, "a is given twice"),
-        ({"limit": 0}, PrepareError, "--limit 0 has to be at least 1"),
-        ({"ngram": 0}, PrepareError, "--ngram 0 has to be at least 1"),
-        ({"out": "s3://bucket/x"}, PrepareError, "has to be a local folder"),
+        ({"sources": []}, ConfigError, "--source is missing"),
+        ({"sources": ["ultrachatt"]}, ConfigError, "--source ultrachatt is not a known public set .*ultrachat"),
+        ({"sources": ["_a={a}"]}, ConfigError, "name '_a' has to consist of"),
+        ({"sources": ["../a={a}"]}, ConfigError, "has to consist of"),
+        ({"sources": ["a="]}, ConfigError, "nothing behind the '='"),
+        ({"sources": ["a={a}", "a={b}"]}, ConfigError, "a is given twice"),
+        ({"limit": 0}, ConfigError, "--limit 0 has to be at least 1"),
+        ({"ngram": 0}, ConfigError, "--ngram 0 has to be at least 1"),
+        ({"out": "s3://bucket/x"}, ConfigError, "has to be a local folder"),
         ({"sources": ["a={gone}"]}, PromptSourceError, "does not exist"),
         ({"against": ["{gone}"]}, PromptSourceError, "does not exist"),
         ({"sources": ["a={empty}"]}, PromptSourceError, "--source a holds no rows"),

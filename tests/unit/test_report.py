@@ -5,6 +5,8 @@ import base64
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from html.parser import HTMLParser
@@ -18,13 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_ray.acceptance.tally import Acceptance
-from eagle3_ray.capturer import SCORES_SCHEMA
 from eagle3_ray.records import SEQUENCE_SCHEMA
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.report import collect, write_report
 from eagle3_ray.report.collect import without_secrets
 from eagle3_ray.report.data import over_time
 from eagle3_ray.runs import RunDir, RunError, write_json
+from eagle3_ray.states_cache import SCORES_SCHEMA
 from tests.runs import make_run, sequence
 from tests.tiny_target import IM_END, IM_START, make_tiny_target
 
@@ -128,6 +130,7 @@ def _captured(run: RunDir) -> None:
         "tokens_per_second": 1234.5,
         "bytes_per_token": 4608,
         "quarantined_by_reason": {"log-probabilities differ": 1},
+        "limit": {"mean_difference": 0.13},
     }
     run.write_summary("capture", summary)
     run.succeed("capture", "plan")
@@ -227,7 +230,6 @@ def _evaluated(run: RunDir) -> None:
                 "prompts": ["/eval/gsm8k.jsonl"],
                 "limit": 80,
                 "max_new_tokens": 128,
-                "temperature": 0.0,
                 "steps": 5,
             },
             "engines": {
@@ -285,6 +287,12 @@ def page(full: RunDir) -> _Text:
     return _Text(full.path / "report.html")
 
 
+def test_a_report_needs_neither_torch_nor_ray() -> None:
+    look = "import sys, eagle3_ray.commands.report; print(sorted({'ray', 'torch'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_page_begins_with_the_acceptance_length_before_and_after_training_and_the_speed(page: _Text) -> None:
     # 10,000 verify steps: 100 accepted drafts before; 2,500 + 2 x 1,500 + 3 x 600 + 4 x 300 + 5 x 100 after
     assert "1.01 → 1.90 tokens from each forward pass of the target, measured in the serving engine" in page.text
@@ -319,6 +327,7 @@ def test_histograms_count_every_row_once(full: RunDir) -> None:
     for scores in report["capture"]["scores"].values():
         assert sum(scores["counts"]) == 130
         assert scores["edges"] == sorted(scores["edges"])
+    assert report["capture"]["limit"] == {"mean_difference": 0.13}  # what the capture stage used
     assert report["capture"]["scores"]["mean_difference"]["counts"][-1] == 1  # the answer that is off by 0.9 nats
 
 

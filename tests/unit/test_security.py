@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle3_ray import checkpoints
-from eagle3_ray.config import ConfigError, load, presets
+from eagle3_ray.config import ConfigError, Evaluate, Target, load, presets
 from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.evaluate import EvaluateSettings
 from eagle3_ray.plan import PlanSettings, Render
@@ -105,7 +105,6 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_said(tmp_path: Path)
     assert not load("smollm2-cpu").target.trust_remote_code
     assert {name for name in presets() if load(name).target.trust_remote_code} == {"kimi-k2.5-8xblackwell"}
     assert not PlanSettings([], "t", {}, 1).trust_remote_code
-    assert not EvaluateSettings("t", (), ()).trust_remote_code
     folder, trace = make_tiny_target(tmp_path / "target"), tmp_path / "owned"
     about = json.loads((folder / "tokenizer_config.json").read_text())
     about |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
@@ -165,4 +164,4 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
 
 
 def test_settings_that_hold_a_key_do_not_print_it() -> None:
-    assert "hunter2" not in repr(EvaluateSettings("t", (), (), api_key="hunter2"))
+    assert "hunter2" not in repr(EvaluateSettings(Evaluate(), Target(model="t"), api_key="hunter2"))

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from eagle3_ray.states_cache import (
-    STORAGES,
     DamagedShard,
     ShardWriter,
     StatesCache,
     about,
     bytes_per_token,
-    verify,
 )
 
 HIDDEN = 64
+STORAGES = ("bf16", "fp8", "fp32")
 ERROR = {"fp32": 0.0, "bf16": 2**-8, "fp8": 2**-4}
 """Largest error of a number: half a step of its mantissa (fp8 e4m3: 3 bits; bf16: 7 bits) relative to it."""
 
@@ -62,7 +61,6 @@ def test_a_flipped_bit_anywhere_is_found_and_other_sequences_still_read(tmp_path
     with pytest.raises(DamagedShard, match=r"a\.parquet"):
         cache.read(0, "sha0")
     assert cache.read(1, "sha1")[0].shape == (300, 4 * HIDDEN)
-    assert [damage.path for damage in verify([path])] == [path]
 
 
 def test_a_torn_shard_is_found_by_its_end(tmp_path: Path) -> None:
@@ -88,7 +86,6 @@ def test_a_shard_that_misnames_its_sequences_is_damaged(tmp_path: Path) -> None:
         path.write_bytes(whole.replace(b"[11, 12]", rows))
         with pytest.raises(DamagedShard, match="not what was written"):
             StatesCache(tmp_path, HIDDEN, "bf16")
-        assert [damage.path for damage in verify([path])] == [path]
 
 
 def test_columns_of_different_lengths_are_damage(tmp_path: Path) -> None:
@@ -110,4 +107,3 @@ def test_a_discarded_shard_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_clean_shard_verifies(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", "bf16", {0: 300})
-    assert list(verify([tmp_path / "a.parquet"])) == []

@@ -11,8 +11,8 @@ from eagle3_ray.acceptance.diagnosis import check_engine, diagnose_folder, is_su
 from eagle3_ray.acceptance.engine import EngineInfo, Served
 from eagle3_ray.acceptance.folder import Finding, inspect_folder
 from eagle3_ray.drafter.checkpoints import CheckpointError
+from eagle3_ray.model_config import text_config
 from eagle3_ray.target.files import TargetFiles
-from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.protocol import TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from eagle3_ray.model_config import text_config
 from eagle3_ray.target.files import TargetError, read_config, read_json
-from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.protocol import TargetParts
 
 _EMBED = "embed_tokens.weight"

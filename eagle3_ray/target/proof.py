@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagle3_ray.model_config import AUX_LAYERS
 from eagle3_ray.target.model import load_model
 from eagle3_ray.target.on_policy import Limit, OnPolicyLimits, Score, on_policy
-from eagle3_ray.target.protocol import AUX_LAYERS, CaptureError, States, Target, TargetParts, TokenSequence
+from eagle3_ray.target.protocol import CaptureError, States, Target, TargetParts, TokenSequence
 
 __all__ = ["Limit", "OnPolicyLimits", "Score", "SelfCheckFailed", "on_policy", "second_route", "self_check"]
 

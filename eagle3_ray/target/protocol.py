@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-AUX_LAYERS = 3
+from eagle3_ray.model_config import AUX_LAYERS
 
 
 class CaptureError(RuntimeError):

@@ -17,12 +17,13 @@ import aiohttp
 import torch
 from safetensors.torch import load
 
+from eagle3_ray.model_config import keeps_ids, served_ids, text_config
 from eagle3_ray.sglang import capture_plugin, transport
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
 from eagle3_ray.sglang_cpu.processes import ServerFailed, ServerProcess
 from eagle3_ray.target import sglang_server
 from eagle3_ray.target.files import TargetError, read_config
-from eagle3_ray.target.layers import resolve_layers, sglang_layer_ids, text_config
+from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.protocol import CaptureError, States, TargetDead, TokenSequence
 
 MOST_BYTES = 4 << 30
@@ -44,7 +45,7 @@ class SGLangTarget:
         self.url = url
         self.layers = layers
         self.server: ServerProcess | None = None
-        self._hidden_size = int(text_config(dict(config))["hidden_size"])
+        self._hidden_size = int(text_config(config)["hidden_size"])
         self._dtype = _DTYPES[dtype]
         self._timeout_s = timeout_s
         self._cleanup = ExitStack()
@@ -60,7 +61,7 @@ class SGLangTarget:
         config = read_config(folder)
         chosen = resolve_layers(config, layers)
         target = cls(url, config, chosen, dtype)
-        _check_flags(url, target._run(target._server_info()), sglang_layer_ids(config, chosen))
+        _check_flags(url, target._run(target._server_info()), served_ids(chosen, keeps_ids(config)))
         return target
 
     @classmethod

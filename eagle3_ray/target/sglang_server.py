@@ -5,11 +5,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray.model_config import keeps_ids, served_ids
 from eagle3_ray.sglang import capture_plugin
 from eagle3_ray.sglang.gpu_server import gpu_server
 from eagle3_ray.sglang_cpu import Server
 from eagle3_ray.sglang_cpu.processes import ServerProcess
-from eagle3_ray.target.layers import sglang_layer_ids
 
 SHARED_MEMORY = Path("/dev/shm/eagle3_ray")
 
@@ -22,7 +22,7 @@ def capture_arguments(config: Mapping[str, Any], layers: Sequence[int]) -> list[
     return [
         "--enable-return-aux-hidden-states",
         *("--speculative-algorithm", "EAGLE3"),
-        *("--return-aux-hidden-state-layer-ids", *map(str, sglang_layer_ids(dict(config), layers))),
+        *("--return-aux-hidden-state-layer-ids", *map(str, served_ids(layers, keeps_ids(config)))),
         *("--chunked-prefill-size", "-1"),
         "--disable-radix-cache",
     ]

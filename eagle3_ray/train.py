@@ -317,7 +317,7 @@ def _summarise(
             "step": found.next_step,
             "chain_acceptance_length": max(validated, default=None),
         }
-        dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+        dtype = getattr(torch, settings.dtype)
         launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
     newest = checkpoints.latest(folder / "checkpoints", settings.plan)
     wall_s = time.monotonic() - started

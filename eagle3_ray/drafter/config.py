@@ -96,16 +96,11 @@ class DrafterConfig:
         chosen = default_layers(target) if aux_layers is None else tuple(aux_layers)
         if wrong := wrong_layers(target, chosen):
             raise DrafterConfigError(f"aux_layers {wrong}")
-        heads, hidden = int(target["num_attention_heads"]), int(target["hidden_size"])
         mla = _mla_sizes(target, missing_q_rank=1536) if target.get("kv_lora_rank") else None
         return cls(
-            hidden_size=hidden,
+            hidden_size=int(target["hidden_size"]),
             intermediate_size=int(target["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=heads if mla else int(target.get("num_key_value_heads") or heads),
-            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            if mla
-            else int(target.get("head_dim") or hidden // heads),
+            **_heads(target, mla),
             rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=int(target.get("max_position_embeddings", 2048)),
             rope=_rope_of(target),
@@ -189,17 +184,12 @@ class DrafterConfig:
                 raise DrafterConfigError(f"{field} {config.get(field)!r} of the drafter's config is not trained here.")
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
         layers = indices_of(ids, base.keeps_ids) if ids else base.aux_layers
-        heads = int(config["num_attention_heads"])
         sizes = _mla_sizes(config, missing_q_rank=None) if mla else None
         has_rope = config.get("rope_parameters") or config.get("rope_theta")
         return cls(
             hidden_size=int(config["hidden_size"]),
             intermediate_size=int(config["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
-            if sizes
-            else int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            **_heads(config, sizes),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=max(int(config.get("max_position_embeddings", 0)), base.max_position_embeddings),
             rope=_rope_of(config) if has_rope else base.rope,
@@ -211,6 +201,17 @@ class DrafterConfig:
             mla=sizes,
             keeps_ids=base.keeps_ids,
         )
+
+
+def _heads(config: Mapping[str, Any], mla: MLASizes | None) -> dict[str, int]:
+    """In latent attention every head has keys of its own, whatever the config says of them."""
+    heads = int(config["num_attention_heads"])
+    if mla:
+        keys, width = heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    else:
+        keys = int(config.get("num_key_value_heads") or heads)
+        width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": width}
 
 
 def _mla_sizes(config: Mapping[str, Any], missing_q_rank: int | None) -> MLASizes:

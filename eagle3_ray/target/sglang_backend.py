@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load
 
 from eagle3_ray.model_config import keeps_ids, served_ids, text_config
-from eagle3_ray.sglang import capture_plugin, transport
+from eagle3_ray.sglang import capture_plugin, start, transport
+from eagle3_ray.sglang.processes import ServerFailed, ServerProcess
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
-from eagle3_ray.sglang_cpu.processes import ServerFailed, ServerProcess
 from eagle3_ray.target import sglang_server
 from eagle3_ray.target.files import TargetError, read_config
 from eagle3_ray.target.layers import resolve_layers
@@ -82,9 +82,8 @@ class SGLangTarget:
             capture_plugin.sweep(sglang_server.SHARED_MEMORY)
             cleanup.callback(capture_plugin.sweep, sglang_server.SHARED_MEMORY)
             env = sglang_server.plugin_environment(scratch / "plugin", sglang_server.SHARED_MEMORY, _MOST_BYTES)
-            server = sglang_server.capturing_server(
-                folder, config, chosen, dtype, env, scratch / "server.log", args, gpus, launch
-            )
+            words = [*args, "--dtype", dtype, *sglang_server.capture_arguments(config, chosen)]  # the last one wins
+            server = start.server(str(folder), gpus, launch, words, env=env, log=scratch / "server.log")
             try:
                 cleanup.enter_context(server)
             except ServerFailed as error:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from eagle3_ray.sglang import capture_plugin
-from eagle3_ray.sglang_cpu.processes import group_members
+from eagle3_ray.sglang.processes import group_members
 from eagle3_ray.target.on_policy import OnPolicyLimits, Score, label_logprobs, on_policy
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import SelfCheckFailed, second_route, self_check

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eagle3_ray.drafter.export import speculative_arguments
+from eagle3_ray.sglang.processes import group_members
 from eagle3_ray.sglang_cpu import Server, ServerFailed
-from eagle3_ray.sglang_cpu.processes import group_members
 
 QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea.", "Count from one to five."]
 
@@ -177,7 +178,7 @@ def test_eagle3_decoding_repeats_plain_greedy_decoding_token_for_token(
 ) -> None:
     inputs = prompts(cpu_model)
     plain = [greedy(cpu_server, ids)["output_ids"] for ids in inputs]
-    with Server(cpu_model, drafter=repeating_drafter) as server:
+    with Server(cpu_model, args=speculative_arguments(repeating_drafter, 3)) as server:
         answers = [greedy(server, ids) for ids in inputs]
         together = all_at_once(server, inputs * 3)
         assert len(group_members(server.pid)) > 1, "SGLang is several processes"

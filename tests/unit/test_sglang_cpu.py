@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3_ray.sglang_cpu import InstallFailed, ServerFailed, processes, venv
+from eagle3_ray.sglang import processes
+from eagle3_ray.sglang.processes import ServerProcess, free_port, group_members
+from eagle3_ray.sglang_cpu import InstallFailed, ServerFailed, venv
 from eagle3_ray.sglang_cpu.__main__ import main, parse
 from eagle3_ray.sglang_cpu.cache import cache_folder, locked
-from eagle3_ray.sglang_cpu.processes import ServerProcess, free_port, group_members
 from eagle3_ray.sglang_cpu.server import LAUNCH, server_environment, sglang_arguments
 
 HEALTHY = """
@@ -152,7 +153,7 @@ def test_a_failing_step_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> N
 
 def test_arguments_of_serve_that_are_not_ours_go_to_sglang_last() -> None:
     arguments, rest = parse(["serve", "--port", "7", "--dtype", "bfloat16"])
-    words = sglang_arguments(Path("m"), arguments.port, 64, None, rest)
+    words = sglang_arguments(Path("m"), arguments.port, 64, rest)
     assert words[-2:] == ["--dtype", "bfloat16"]
     assert words[words.index("--port") + 1] == "7"
 
@@ -163,12 +164,12 @@ def test_arguments_that_install_does_not_know_are_refused() -> None:
 
 
 def test_attention_is_the_stand_in_s_unless_another_backend_is_asked_for() -> None:
-    def last_backend(drafter: Path | None, args: list[str]) -> str:
-        words = sglang_arguments(Path("m"), 1, 64, drafter, args)
+    def last_backend(args: list[str]) -> str:
+        words = sglang_arguments(Path("m"), 1, 64, args)
         return [value for name, value in pairwise(words) if name == "--attention-backend"][-1]
 
-    assert last_backend(None, []) == last_backend(Path("d"), []) == "intel_amx"
-    assert last_backend(None, ["--attention-backend", "torch_native"]) == "torch_native"
+    assert last_backend([]) == "intel_amx"
+    assert last_backend(["--attention-backend", "torch_native"]) == "torch_native"
 
 
 def test_the_product_s_python_path_stays_out_of_sglang_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,23 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 HOST = "127.0.0.1"
 LOG_LINES = 20
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
+PARENT = "EAGLE3_RAY_SERVER_PARENT"
+"""Environment, as in_venv/parent_watch.py reads it: the process without which a server shall not live."""
 
 
 class ServerFailed(RuntimeError):
     """The server ended or stayed silent; the message ends with the last lines of its log."""
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment, less what would put our packages in front of those of an SGLang's own Python."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def free_port() -> int:
@@ -106,7 +112,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env=self._env,
+                env=self._env | {PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -173,9 +179,7 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -17,12 +18,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
+from eagle3_ray.sglang import parent_watch
+
 HOST = "127.0.0.1"
 LOG_LINES = 20
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
-PARENT = "EAGLE3_RAY_SERVER_PARENT"
-"""Environment, as in_venv/parent_watch.py reads it: the process without which a server shall not live."""
+WATCHED = (sys.executable, parent_watch.__file__)
+"""In front of a server's command: the server and all its processes end with this one, however it ends."""
 
 
 class ServerFailed(RuntimeError):
@@ -112,7 +115,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env=self._env | {PARENT: str(os.getpid())},
+                env=self._env | {parent_watch.PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,14 +1,12 @@
 """An SGLang server on this node, the way that every job starts one: to generate, to capture, to evaluate."""
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eagle3_ray.sglang.processes import HOST, ServerProcess, clean_environment, free_port
-from eagle3_ray.sglang_cpu import Server, in_venv
+from eagle3_ray.sglang.processes import HOST, WATCHED, ServerProcess, clean_environment, free_port
+from eagle3_ray.sglang_cpu import Server
 
-_PARENT_WATCH = Path(in_venv.__file__).parent / "parent_watch.py"
 _STARTUP_TIMEOUT_S = 3600.0  # a terabyte of weights from shared storage
 
 
@@ -33,7 +31,7 @@ def server(
     port = port or free_port()
     ours = ["--model-path", model, "--host", host, "--port", str(port), "--tp-size", str(gpus)]
     return ServerProcess(
-        [sys.executable, _PARENT_WATCH, *shlex.split(launch), *ours, *args],
+        [*WATCHED, *shlex.split(launch), *ours, *args],
         port=port,
         env=clean_environment() | dict(env or {}),
         log=log,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eagle3_ray.sglang.processes import HOST, ServerProcess, clean_environment, free_port
+from eagle3_ray.sglang.processes import HOST, WATCHED, ServerProcess, clean_environment, free_port
 from eagle3_ray.sglang_cpu.venv import install
 
 LAUNCH = Path(__file__).parent / "in_venv" / "launch.py"
@@ -46,7 +46,7 @@ class Server(ServerProcess):
         port = port or free_port()
         words = sglang_arguments(model, port, kv_tokens, ["--host", host, *args])
         super().__init__(
-            [install() / "bin" / "python", LAUNCH, *words],
+            [*WATCHED, install() / "bin" / "python", LAUNCH, *words],
             port=port,
             host=host,
             env=server_environment(threads or default_threads()) | dict(env or {}),

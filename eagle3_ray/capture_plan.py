@@ -10,10 +10,10 @@ import numpy as np
 
 from eagle3_ray.config import Capture, ConfigError
 from eagle3_ray.corpus import Corpus
+from eagle3_ray.model_config import text_config
 from eagle3_ray.runs import CAPTURE, RunDir
 from eagle3_ray.states_cache import DamagedShard, about, bytes_per_token, read_scores
 from eagle3_ray.target.files import TargetFiles
-from eagle3_ray.target.layers import text_config
 
 
 @dataclass(frozen=True)

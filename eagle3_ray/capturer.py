@@ -23,7 +23,15 @@ from eagle3_ray.states_cache import ShardWriter, encode, write_scores
 from eagle3_ray.target.on_policy import OnPolicyLimits, Score, on_policy
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import second_route, self_check
-from eagle3_ray.target.protocol import CaptureError, States, Target, TargetDead, TargetReplaced, TokenSequence
+from eagle3_ray.target.protocol import (
+    CaptureError,
+    States,
+    Target,
+    TargetDead,
+    TargetReplaced,
+    TokenSequence,
+    in_groups,
+)
 
 _PROBES = 2
 _SCORES_TOGETHER = 256
@@ -46,7 +54,7 @@ class CaptureSettings:
     temperature: float
     endpoints: tuple[str, ...] = ()
     server_args: tuple[str, ...] = ()
-    launch: str = "python -m sglang.launch_server"
+    launch: str = ""
     trust_remote_code: bool = False
     limits: OnPolicyLimits = field(default_factory=OnPolicyLimits)
 
@@ -76,7 +84,7 @@ class Capturer:
         torch.set_num_threads(max(1, int(settings.cpus)))
         self._settings, self._number = settings, number
         self._corpus = settings.corpus
-        parts = load_parts(settings.target, torch.float32 if settings.dtype == "float32" else torch.bfloat16)
+        parts = load_parts(settings.target, getattr(torch, settings.dtype))
         device = torch.device("cuda" if settings.gpus and torch.cuda.is_available() else "cpu")
         self._parts = replace(parts, lm_head=parts.lm_head.to(device))  # scores are computed where it lies
         self._metrics = CaptureMetrics()
@@ -143,7 +151,7 @@ class Capturer:
         size = sum(path.stat().st_size for path in settings.target.glob("*.safetensors"))
         if size > _LARGEST_LOADED_TWICE:
             return None
-        dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+        dtype = getattr(torch, settings.dtype)
         return second_route(settings.target, settings.layers, sequence, dtype, settings.trust_remote_code)
 
     def _states(self, sequences: list[TokenSequence]) -> list[States]:
@@ -161,16 +169,7 @@ class Capturer:
 
     def packs(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """The rows in groups of about a forward pass."""
-        group: list[int] = []
-        tokens = 0
-        for row in rows:
-            if group and tokens + self._corpus.tokens[row] > self._settings.batch_tokens:
-                yield group
-                group, tokens = [], 0
-            group.append(row)
-            tokens += self._corpus.tokens[row]
-        if group:
-            yield group
+        return in_groups(rows, lambda row: int(self._corpus.tokens[row]), self._settings.batch_tokens)
 
     def _sequence(self, row: int) -> TokenSequence:
         return TokenSequence(self._corpus.sequence_id(row), self._corpus.ids(row), int(self._corpus.prompt_tokens[row]))
@@ -183,7 +182,7 @@ def _open(settings: CaptureSettings, number: int) -> Target:
         return TransformersTarget(
             settings.target,
             settings.layers,
-            "float32" if settings.dtype == "float32" else "bfloat16",
+            settings.dtype,
             device=None if settings.gpus else "cpu",
             batch_tokens=settings.batch_tokens,
             trust_remote_code=settings.trust_remote_code,

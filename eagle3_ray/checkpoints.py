@@ -8,7 +8,6 @@ Ray Train keeps checkpoints too, but finds them through a snapshot file that it 
 writing it cannot be resumed (watched with Ray 2.60). Here the folders themselves are the record.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from eagle3_ray.runs import RunError
-from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
+from eagle3_ray.torch_files import UnreadableTorchFile, load_plain, sha256_of
 
 _STATE, _ABOUT, _BEST = "state.pt", "about.json", "best"
 
@@ -51,7 +50,7 @@ def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best
     temporary = folder / f".{uuid.uuid4().hex}"
     temporary.mkdir(parents=True)
     torch.save(dict(state), temporary / _STATE)
-    about = {"next_step": next_step, "plan": plan, "sha256": _hash(temporary / _STATE)}
+    about = {"next_step": next_step, "plan": plan, "sha256": sha256_of(temporary / _STATE)}
     (temporary / _ABOUT).write_text(json.dumps(about) + "\n")
     shutil.rmtree(place, ignore_errors=True)
     os.replace(temporary, place)
@@ -92,7 +91,7 @@ def _read(path: Path, plan: str) -> Checkpoint | None:
     try:
         about = json.loads((path / _ABOUT).read_text())
         told = about["plan"], about["next_step"], about["sha256"]
-        whole = told == (plan, int(path.name), _hash(path / _STATE))
+        whole = told == (plan, int(path.name), sha256_of(path / _STATE))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Checkpoint(path, int(path.name)) if whole else None
@@ -105,8 +104,3 @@ def _folders(folder: Path) -> list[Path]:
 def _best_name(folder: Path) -> str | None:
     link = folder / _BEST
     return os.readlink(link) if link.is_symlink() else None
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

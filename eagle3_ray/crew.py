@@ -21,7 +21,7 @@ from eagle3_ray import cluster
 from eagle3_ray.config import Config
 from eagle3_ray.errors import root_cause
 from eagle3_ray.servers import ManagedServer
-from eagle3_ray.sglang_cpu.processes import ServerFailed
+from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.target.files import TargetFiles
 
 Place = str | None

@@ -17,9 +17,9 @@ from eagle3_ray.drafter.export import export, launch_command
 from eagle3_ray.drafter.initialise import initialise, set_aux_scale
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.model_config import text_config
 from eagle3_ray.runs import GENERATE, RunDir
 from eagle3_ray.target.files import TargetFiles
-from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.protocol import TargetParts
 
 
@@ -27,7 +27,7 @@ def new_config(
     target_config: Mapping[str, Any], layers: Sequence[int], draft_vocab_size: int, fc_norm: bool, norm_output: bool
 ) -> DrafterConfig:
     """The sizes of a drafter from scratch. A vocabulary smaller than the drafter's is taken whole."""
-    size = min(draft_vocab_size, int(text_config(dict(target_config))["vocab_size"]))
+    size = min(draft_vocab_size, int(text_config(target_config)["vocab_size"]))
     return DrafterConfig.from_target(target_config, layers, size, fc_norm, norm_output)
 
 

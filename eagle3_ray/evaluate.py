@@ -32,8 +32,8 @@ from eagle3_ray.config import Config, ConfigError, Evaluate, Target
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import EVALUATE, SUCCESS, TRAIN, RunDir, WriterLock
+from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.sglang.protocol import Sampling
-from eagle3_ray.sglang_cpu.processes import ServerFailed
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
 

@@ -6,11 +6,11 @@ bounded by their number. Neither feed decides what is trained on: the plan does,
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -23,6 +23,7 @@ from eagle3_ray.states_cache import STATES, StatesCache, decode
 
 _AHEAD = 2
 """Batches under way beyond the one that is trained on."""
+_Begun = TypeVar("_Begun")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,7 @@ class CacheFeed:
 
     def batches(self, wanted: Iterable[Batch]) -> Iterator[Fed]:
         with ThreadPoolExecutor(_AHEAD) as readers:
-            under_way: deque[Future[Fed]] = deque()
-            for batch in wanted:
-                under_way.append(readers.submit(self._read, batch))
-                if len(under_way) > _AHEAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+            yield from _ahead(wanted, lambda batch: readers.submit(self._read, batch), Future.result)
 
     def _read(self, batch: Batch) -> Fed:
         rows = [row for row in batch.rows if row in self._held]
@@ -82,23 +77,31 @@ class StreamFeed:
         self._next = first
 
     def batches(self, wanted: Iterable[Batch]) -> Iterator[Fed]:
-        under_way: deque[tuple[Batch, Any]] = deque()
-        for batch in wanted:
-            target = self._targets[self._next % len(self._targets)]
-            self._next += 1
-            under_way.append((batch, target.fetch.remote(batch.rows)))
-            if len(under_way) > _AHEAD:
-                yield self._take(*under_way.popleft())
-        while under_way:
-            yield self._take(*under_way.popleft())
+        return _ahead(wanted, self._ask, self._take)
 
-    def _take(self, batch: Batch, answer: Any) -> Fed:
+    def _ask(self, batch: Batch) -> tuple[Batch, Any]:
+        target = self._targets[self._next % len(self._targets)]
+        self._next += 1
+        return batch, target.fetch.remote(batch.rows)
+
+    def _take(self, asked: tuple[Batch, Any]) -> Fed:
+        batch, answer = asked
         stored, likeliest, reasons = ray.get(answer)
         bad = {row for row, reason in zip(batch.rows, reasons, strict=True) if reason is not None}
         with warnings.catch_warnings():  # the object store's memory cannot be written to, and nobody does
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             states, chosen = decode(stored, None, "bf16"), torch.from_numpy(likeliest)
         return Fed(packed(self._corpus, batch.rows, states, chosen, bad), len(bad))
+
+
+def _ahead(wanted: Iterable[Batch], begin: Callable[[Batch], _Begun], take: Callable[[_Begun], Fed]) -> Iterator[Fed]:
+    """What `take` makes of each batch that was begun, while the next few are under way."""
+    under_way: deque[_Begun] = deque()
+    for batch in wanted:
+        under_way.append(begin(batch))
+        if len(under_way) > _AHEAD:
+            yield take(under_way.popleft())
+    yield from map(take, under_way)
 
 
 def packed(

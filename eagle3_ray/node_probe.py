@@ -22,6 +22,7 @@ from typing import Any
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
+from eagle3_ray.sglang.processes import clean_environment
 from eagle3_ray.sglang.protocol import RequestFailed
 from eagle3_ray.sglang.transport import ask
 
@@ -150,11 +151,10 @@ def ask_sglang(python: str) -> SGLang:
     with tempfile.TemporaryDirectory(prefix="eagle3_ray-") as scratch:
         # PYTHONPATH alone: with CAPTURE_DIR set, any later start of SGLang would take itself for a capturing one
         path = plugin_environment(Path(scratch), Path(scratch), 0)["PYTHONPATH"]
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
         try:
             done = subprocess.run(
                 [*shlex.split(python), "-c", _ASK_SGLANG],
-                env=inherited | {"PYTHONPATH": path},
+                env=clean_environment() | {"PYTHONPATH": path},
                 capture_output=True,
                 text=True,
                 timeout=_COMMAND_S,

@@ -8,13 +8,11 @@ actor on an orderly end, with their parent's death on any other.
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import ray
 
-from eagle3_ray.sglang.gpu_server import gpu_server
-from eagle3_ray.sglang_cpu import Server
-from eagle3_ray.sglang_cpu.processes import HOST, ServerFailed, ServerProcess, free_port
+from eagle3_ray.sglang import start
+from eagle3_ray.sglang.processes import HOST, ServerFailed, ServerProcess, free_port
 
 _EARLY_S = 60.0
 _MOST_EARLY_DEATHS = 3
@@ -56,9 +54,7 @@ class ManagedServer:
         return self._failure
 
     def _start(self) -> ServerProcess:
-        if self._gpus == 0:
-            return Server(Path(self._model), port=self._port, host=self._host, args=self._args).start()
-        return gpu_server(self._launch, self._model, self._gpus, self._args, port=self._port, host=self._host).start()
+        return start.server(self._model, self._gpus, self._launch, self._args, port=self._port, host=self._host).start()
 
     def _keep_alive(self, server: ServerProcess) -> None:
         early_deaths = 0

@@ -19,7 +19,7 @@ from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.prompts import PromptSourceError
 from eagle3_ray.runs import RunDir, RunError, WriterLock
 from eagle3_ray.sglang.probe import Unfit
-from eagle3_ray.sglang_cpu.processes import ServerFailed
+from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.target.files import TargetError
 
 SETUP_ERRORS = (ConfigError, PromptSourceError, RunError, ServerFailed, TargetError, Unfit)

@@ -1,11 +1,13 @@
-"""Files that torch wrote, ours and those of strangers: tensors and plain values come out of them, code never runs."""
+"""Files of tensors, ours and those of strangers: tensors and plain values come out of them, code never runs."""
 
+import hashlib
 import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 
 class UnreadableTorchFile(ValueError):
@@ -27,6 +29,20 @@ def load_plain(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise UnreadableTorchFile(f"{path} holds no dictionary of tensors but {type(loaded).__name__}.")
     return loaded
+
+
+def open_safetensors(path: Path, failure: type[Exception], remedy: str) -> safe_open:
+    """The open file. Raises `failure` with the `remedy` where it is damaged."""
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise failure(f"{path} is damaged ({error}). {remedy}") from None
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _UNREADABLE = (

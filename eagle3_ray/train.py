@@ -26,10 +26,11 @@ from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.model_config import text_config
 from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
-from eagle3_ray.target.layers import resolve_layers, text_config
+from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.train_log import LOG, Watch, read_log
 from eagle3_ray.trainer import FINISHED, INITIAL, STOP, TrainSettings, train_loop
 
@@ -318,7 +319,7 @@ def _summarise(
             "step": found.next_step,
             "chain_acceptance_length": max(validated, default=None),
         }
-        dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+        dtype = getattr(torch, settings.dtype)
         launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
     newest = checkpoints.latest(folder / "checkpoints", settings.plan)
     wall_s = time.monotonic() - started

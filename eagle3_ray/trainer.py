@@ -322,7 +322,7 @@ class Worker:
             drafter = from_checkpoint(settings.warm_start, parts.config, sample)
         if self._rank == 0 and not (settings.folder / INITIAL).exists():
             export(drafter, settings.folder / INITIAL, parts.config, torch.float32)
-        compute = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+        compute = getattr(torch, settings.dtype)
         head = TargetHead(parts.embed_tokens.to(self._device, compute), parts.lm_head.to(self._device, compute))
         play = _Play(drafter.to(self._device), head, compute)
         if self._world == 1:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle3_ray.acceptance.folder import rope_theta
 from eagle3_ray.acceptance.replay import first_drafts
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.norm import RMSNorm
 from eagle3_ray.drafter.rope import rope_frequencies
+from eagle3_ray.model_config import rope_theta
 from eagle3_ray.target.protocol import States, TokenSequence
 
 Recorded = Sequence[tuple[TokenSequence, States]]

@@ -21,8 +21,8 @@ from eagle3_ray.acceptance.replay import replay
 from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.drafter.model import Eagle3Drafter
+from eagle3_ray.model_config import text_config
 from eagle3_ray.target.files import TargetFiles
-from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.protocol import TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget

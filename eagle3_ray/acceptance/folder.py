@@ -13,7 +13,7 @@ import torch
 
 from eagle3_ray.drafter.checkpoints import CheckpointError, plain_name, read_config, read_tensors
 from eagle3_ray.drafter.config import LLAMA, MLA
-from eagle3_ray.target.layers import text_config
+from eagle3_ray.model_config import rope_theta, text_config
 
 ARCHITECTURES = (LLAMA, MLA)
 _MIDLAYER = (
@@ -52,7 +52,7 @@ def inspect_folder(folder: Path, target_config: Mapping[str, Any]) -> list[Findi
     """
     config = read_config(folder)
     tensors = {plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
-    target = text_config(dict(target_config))
+    target = text_config(target_config)
     try:
         return [
             *_architecture(config),
@@ -166,14 +166,6 @@ def _rope(config: Mapping[str, Any], target: Mapping[str, Any]) -> list[Finding]
             "Write the RoPE fields that the drafter was trained with into config.json.",
         )
     ]
-
-
-def rope_theta(config: Mapping[str, Any]) -> float | None:
-    """rope_theta of a config of transformers 4 or 5; None where it is not told."""
-    parameters = config.get("rope_parameters") or {}
-    parameters = parameters.get("full_attention", parameters)
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    return None if theta is None else float(theta)
 
 
 def _fc_norm(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[Finding]:

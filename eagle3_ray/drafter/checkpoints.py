@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
 from eagle3_ray.json_files import read_object
-from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
+from eagle3_ray.torch_files import UnreadableTorchFile, load_plain, open_safetensors, sha256_of
 
 SEAL, CONFIG_SEAL = "eagle3_ray.sha256", "eagle3_ray.config_sha256"
 """Keys of the safetensors metadata that hold the hashes of an exported drafter's tensors, and of its config.json."""
 
+_AGAIN = "Fetch or export the drafter again."
 _PREFIXES = ("draft_model.", "module.", "model.")  # SpecForge's training states, DDP, vLLM's nesting
 _RENAMED = {
     "layers.0.": "midlayer.",
@@ -96,16 +96,11 @@ def sealed_config(folder: Path) -> dict[str, Any]:
     """`read_config` of an exported drafter, which must not have been edited. Raises CheckpointError: it was."""
     config = read_config(folder)
     for file in folder.glob("*.safetensors"):
-        with _opened(file) as opened:
+        with open_safetensors(file, CheckpointError, _AGAIN) as opened:
             sealed = (opened.metadata() or {}).get(CONFIG_SEAL)
-        if sealed not in (None, hash_of(folder / "config.json")):
+        if sealed not in (None, sha256_of(folder / "config.json")):
             raise CheckpointError(f"{folder / 'config.json'} is not as it was exported: export the drafter again.")
     return config
-
-
-def hash_of(file: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -139,19 +134,12 @@ def seal(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    with _opened(file) as opened:
+    with open_safetensors(file, CheckpointError, _AGAIN) as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
         sealed = (opened.metadata() or {}).get(SEAL)
     if sealed is not None and sealed != seal(tensors):
         raise CheckpointError(f"{file} is damaged (its tensors are not those that were exported): export it again.")
     return tensors
-
-
-def _opened(file: Path) -> safe_open:
-    try:
-        return safe_open(file, "pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}): fetch or export the drafter again.") from None
 
 
 def _read_torch_file(file: Path) -> dict[Any, Any]:

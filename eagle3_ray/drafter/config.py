@@ -1,7 +1,6 @@
 """The drafter's sizes: derived from the target's config, written as and read from the config.json that SGLang loads.
 
-Layers are named by Hugging Face `hidden_states` index here. SGLang's files name them otherwise; the translation is in
-`served_layer_ids` and `hidden_states_indices`, nowhere else.
+Layers are named by Hugging Face `hidden_states` index here; SGLang's files name them otherwise (`model_config`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle3_ray.drafter.rope import rope_frequencies
+from eagle3_ray.model_config import default_layers, indices_of, keeps_ids, served_ids, text_config, wrong_layers
 
 LLAMA = "LlamaForCausalLMEagle3"
 MLA = "Eagle3DeepseekV2ForCausalLM"
@@ -46,7 +46,7 @@ class DrafterConfig:
     fc_norm: bool = False
     norm_output: bool = False
     mla: MLASizes | None = None
-    deepseek_target: bool = False  # its SGLang class counts layer ids in its own way
+    keeps_ids: bool = False  # SGLang takes the target's layer ids as they are
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -90,28 +90,17 @@ class DrafterConfig:
         `aux_layers` None are the engines' default, `hidden_states` (2, N // 2, N - 3).
 
         Raises:
-            DrafterConfigError: layers out of range, or sizes or RoPE that no drafter can have.
+            DrafterConfigError: `wrong_layers`, or sizes or RoPE that no drafter can have.
         """
-        target = _language_model(target_config)
-        layers = int(target["num_hidden_layers"])
-        default = (2, layers // 2, layers - 3)
-        chosen = tuple(aux_layers) if aux_layers is not None else default
-        if len(set(chosen)) != 3 or not all(0 < layer < layers for layer in chosen):
-            raise DrafterConfigError(
-                f"aux_layers {list(chosen)} must be three different hidden_states indices from 1 to {layers - 1}."
-            )
-        heads, hidden = int(target["num_attention_heads"]), int(target["hidden_size"])
-        mla = None
-        if _is_deepseek(target):
-            mla = _mla_sizes(target, missing_q_rank=1536)
+        target = text_config(target_config)
+        chosen = default_layers(target) if aux_layers is None else tuple(aux_layers)
+        if wrong := wrong_layers(target, chosen):
+            raise DrafterConfigError(f"aux_layers {wrong}")
+        mla = _mla_sizes(target, missing_q_rank=1536) if target.get("kv_lora_rank") else None
         return cls(
-            hidden_size=hidden,
+            hidden_size=int(target["hidden_size"]),
             intermediate_size=int(target["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=heads if mla else int(target.get("num_key_value_heads") or heads),
-            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            if mla
-            else int(target.get("head_dim") or hidden // heads),
+            **_heads(target, mla),
             rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=int(target.get("max_position_embeddings", 2048)),
             rope=_rope_of(target),
@@ -121,7 +110,7 @@ class DrafterConfig:
             fc_norm=fc_norm,
             norm_output=norm_output,
             mla=mla,
-            deepseek_target=_is_deepseek(target),
+            keeps_ids=keeps_ids(target),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -148,7 +137,7 @@ class DrafterConfig:
             "draft_vocab_size": self.draft_vocab_size,
             "tie_word_embeddings": False,
             "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": served_layer_ids(self.aux_layers, self.deepseek_target),
+                "eagle_aux_hidden_state_layer_ids": served_ids(self.aux_layers, self.keeps_ids),
                 "use_aux_hidden_state": True,
             },
             "fc_norm": self.fc_norm,
@@ -194,18 +183,13 @@ class DrafterConfig:
             if value:
                 raise DrafterConfigError(f"{field} {config.get(field)!r} of the drafter's config is not trained here.")
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-        layers = hidden_states_indices(ids, base.deepseek_target) if ids else base.aux_layers
-        heads = int(config["num_attention_heads"])
+        layers = indices_of(ids, base.keeps_ids) if ids else base.aux_layers
         sizes = _mla_sizes(config, missing_q_rank=None) if mla else None
         has_rope = config.get("rope_parameters") or config.get("rope_theta")
         return cls(
             hidden_size=int(config["hidden_size"]),
             intermediate_size=int(config["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
-            if sizes
-            else int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            **_heads(config, sizes),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=max(int(config.get("max_position_embeddings", 0)), base.max_position_embeddings),
             rope=_rope_of(config) if has_rope else base.rope,
@@ -215,41 +199,19 @@ class DrafterConfig:
             fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm", False)),
             norm_output=bool(config.get("norm_output", False)),
             mla=sizes,
-            deepseek_target=base.deepseek_target,
+            keeps_ids=base.keeps_ids,
         )
 
 
-def served_layer_ids(aux_layers: Sequence[int], deepseek_target: bool) -> list[int]:
-    """SGLang's `eagle_aux_hidden_state_layer_ids` of these hidden_states indices.
-
-    sglang 0.5.23: Llama-like targets add 1 always, DeepSeek and Kimi only to a list that begins with 1.
-
-    Raises:
-        DrafterConfigError: DeepSeek layers that begin with 1, which no list can name.
-    """
-    if not deepseek_target:
-        return [layer - 1 for layer in aux_layers]
-    if aux_layers[0] == 1:
-        raise DrafterConfigError(
-            f"aux_layers {list(aux_layers)}: SGLang reads a list beginning with 1 as one layer on."
-        )
-    return list(aux_layers)
-
-
-def hidden_states_indices(layer_ids: Sequence[int], deepseek_target: bool) -> tuple[int, ...]:
-    """The inverse of `served_layer_ids`."""
-    if not deepseek_target or layer_ids[0] == 1:
-        return tuple(layer + 1 for layer in layer_ids)
-    return tuple(layer_ids)
-
-
-def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) and "vocab_size" in inner else config
-
-
-def _is_deepseek(target: Mapping[str, Any]) -> bool:
-    return bool(target.get("kv_lora_rank"))
+def _heads(config: Mapping[str, Any], mla: MLASizes | None) -> dict[str, int]:
+    """In latent attention every head has keys of its own, whatever the config says of them."""
+    heads = int(config["num_attention_heads"])
+    if mla:
+        keys, width = heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    else:
+        keys = int(config.get("num_key_value_heads") or heads)
+        width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": width}
 
 
 def _mla_sizes(config: Mapping[str, Any], missing_q_rank: int | None) -> MLASizes:

@@ -15,7 +15,6 @@ from eagle3_ray.drafter.checkpoints import (
     CONFIG_SEAL,
     SEAL,
     CheckpointError,
-    hash_of,
     load_drafter,
     mismatches,
     read_config,
@@ -25,6 +24,7 @@ from eagle3_ray.drafter.checkpoints import (
 )
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
+from eagle3_ray.torch_files import sha256_of
 
 WEIGHTS = "model.safetensors"
 
@@ -49,7 +49,7 @@ def export(
     config = drafter.config.to_json() | {"dtype": str(dtype).removeprefix("torch.")}
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = exported_tensors(drafter, dtype)
-    seals = {SEAL: seal(tensors), CONFIG_SEAL: hash_of(fresh / "config.json")}
+    seals = {SEAL: seal(tensors), CONFIG_SEAL: sha256_of(fresh / "config.json")}
     save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt", **seals})
     if card is not None:
         (fresh / "README.md").write_text(card)
@@ -105,9 +105,9 @@ def validate(folder: Path, target_config: Mapping[str, Any], expected: DrafterCo
     return config
 
 
-def launch_command(folder: Path, target: str, steps: int = 5) -> str:
+def launch_command(folder: Path, target: str) -> str:
     """SGLang's command for serving `target` with this drafter."""
-    words = ["python", "-m", "sglang.launch_server", "--model-path", target, *speculative_arguments(folder, steps)]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target, *speculative_arguments(folder, steps=5)]
     return " ".join(words)
 
 

@@ -56,11 +56,12 @@ class DraftVocabulary:
         rank = counts.clone()
         rank[kept] = torch.iinfo(torch.int64).max
         chosen = torch.sort(rank, descending=True, stable=True).indices[:size].sort().values
-        return cls._of(chosen, vocab_size, counts)
+        coverage = float(counts[chosen].sum()) / max(1, int(counts.sum()))
+        return cls._of(chosen, vocab_size, coverage)
 
     @classmethod
-    def inherited(cls, d2t: Tensor, vocab_size: int, counts: Tensor | None = None) -> "DraftVocabulary":
-        """The map of a checkpoint to warm start from; its coverage is told where this data's `counts` [V] are.
+    def inherited(cls, d2t: Tensor, vocab_size: int) -> "DraftVocabulary":
+        """The map of a checkpoint to warm start from.
 
         Raises:
             ValueError: the ids that `d2t` names do not rise, or reach beyond `vocab_size`.
@@ -71,13 +72,10 @@ class DraftVocabulary:
                 f"d2t's target ids must rise within the target's vocabulary of {vocab_size}: "
                 f"this map is of another target, or holds ids where offsets belong."
             )
-        return cls._of(chosen, vocab_size, counts)
+        return cls._of(chosen, vocab_size, coverage=None)
 
     @classmethod
-    def _of(cls, chosen: Tensor, vocab_size: int, counts: Tensor | None) -> "DraftVocabulary":
+    def _of(cls, chosen: Tensor, vocab_size: int, coverage: float | None) -> "DraftVocabulary":
         t2d = torch.zeros(vocab_size, dtype=torch.bool)
         t2d[chosen] = True
-        coverage = None
-        if counts is not None:
-            coverage = float(counts[chosen].sum()) / max(1, int(counts.sum()))
         return cls(chosen - torch.arange(len(chosen)), t2d, coverage)

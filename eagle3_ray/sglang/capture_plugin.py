@@ -207,15 +207,10 @@ def _answers() -> bool:
     return int(get_parallel().attn_tp_rank) == 0
 
 
+@cache
 def _writer() -> Writer:
-    global _the_writer
-    if _the_writer is None:
-        _the_writer = Writer(
-            Path(os.environ[CAPTURE_DIR]),
-            int(os.environ.get(CAPTURE_BYTES, 4 << 30)),
-            float(os.environ.get(CAPTURE_WAIT_S, 60)),
-        )
-    return _the_writer
-
-
-_the_writer: Writer | None = None
+    return Writer(
+        Path(os.environ[CAPTURE_DIR]),
+        int(os.environ.get(CAPTURE_BYTES, 4 << 30)),
+        float(os.environ.get(CAPTURE_WAIT_S, 60)),
+    )

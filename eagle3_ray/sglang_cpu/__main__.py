@@ -20,7 +20,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     serve.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face folder (SmolLM2-135M-Instruct)")
     serve.add_argument("--port", type=int, default=0, metavar="N", help="0 (the default) takes a free port")
-    serve.add_argument("--eagle3", type=Path, metavar="DIR", help="a drafter's folder: speculate with it")
     serve.add_argument("--threads", type=int, metavar="N", help="CPU threads of the model (one a core, at most 4)")
     arguments, rest = parser.parse_known_args(words)
     if rest and arguments.command != "serve":
@@ -34,7 +33,6 @@ def serve(arguments: argparse.Namespace, sglang_arguments: list[str]) -> None:
         arguments.model or model(),
         port=arguments.port,
         args=sglang_arguments,
-        drafter=arguments.eagle3,
         threads=arguments.threads,
     )
     print(f"starting SGLang, log in {server.log}", flush=True)

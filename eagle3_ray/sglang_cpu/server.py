@@ -11,10 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from eagle3_ray.sglang_cpu.processes import HOST, ServerProcess, free_port
+from eagle3_ray.sglang.processes import HOST, WATCHED, ServerProcess, clean_environment, free_port
 from eagle3_ray.sglang_cpu.venv import install
 
 LAUNCH = Path(__file__).parent / "in_venv" / "launch.py"
+_STARTUP_TIMEOUT_S = 300.0
 MOST_THREADS = 4
 """By default. A model small enough for a CPU has little more to share out in one step."""
 
@@ -24,7 +25,7 @@ def default_threads() -> int:
 
 
 class Server(ServerProcess):
-    """SGLang serving `model`, speculating with the EAGLE-3 `drafter` if one is given."""
+    """SGLang serving `model`."""
 
     def __init__(
         self,
@@ -33,31 +34,28 @@ class Server(ServerProcess):
         port: int = 0,
         host: str = HOST,
         args: Sequence[str] = (),
-        drafter: Path | None = None,
         kv_tokens: int = 16384,
         log: Path | None = None,
-        startup_timeout_s: float = 300,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
-        cache: Path | None = None,
     ) -> None:
         """`args` are more SGLang arguments, `env` more environment (a plugin's PYTHONPATH, say).
 
         `threads` are the model's own; None takes one for each core, up to four.
         """
         port = port or free_port()
-        words = sglang_arguments(model, port, kv_tokens, drafter, ["--host", host, *args])
+        words = sglang_arguments(model, port, kv_tokens, ["--host", host, *args])
         super().__init__(
-            [install(cache) / "bin" / "python", LAUNCH, *words],
+            [*WATCHED, install() / "bin" / "python", LAUNCH, *words],
             port=port,
             host=host,
             env=server_environment(threads or default_threads()) | dict(env or {}),
             log=log,
-            startup_timeout_s=startup_timeout_s,
+            startup_timeout_s=_STARTUP_TIMEOUT_S,
         )
 
 
-def sglang_arguments(model: Path, port: int, kv_tokens: int, drafter: Path | None, args: Sequence[str]) -> list[str]:
+def sglang_arguments(model: Path, port: int, kv_tokens: int, args: Sequence[str]) -> list[str]:
     """The server's command line; `args` come last and so win over what stands before them."""
     options = {
         "--model-path": str(model),
@@ -70,26 +68,15 @@ def sglang_arguments(model: Path, port: int, kv_tokens: int, drafter: Path | Non
         "--mem-fraction-static": "0.2",
         "--max-total-tokens": str(kv_tokens),
     }
-    if drafter is not None:
-        options |= {
-            "--speculative-algorithm": "EAGLE3",
-            "--speculative-draft-model-path": str(drafter),
-            "--speculative-num-steps": "3",
-            "--speculative-eagle-topk": "1",
-            "--speculative-num-draft-tokens": "4",
-        }
     words = [word for option in options.items() for word in option]
     return [*words, "--disable-radix-cache", "--sleep-on-idle", *args]
 
 
 def server_environment(threads: int) -> dict[str, str]:
-    """This process's environment, less what would put the product's packages in front of SGLang's own."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return inherited | {
+    return clean_environment() | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
-        "EAGLE3_RAY_SERVER_PARENT": str(os.getpid()),
     }

@@ -34,8 +34,8 @@ class Step:
     options: tuple[str, ...] = ()
 
 
-def read_steps(pins: Path = PINS) -> list[Step]:
-    tables = tomllib.loads(pins.read_text())["step"]
+def read_steps() -> list[Step]:
+    tables = tomllib.loads(PINS.read_text())["step"]
     return [Step(tuple(table["requirements"]), tuple(table.get("options", ()))) for table in tables]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_ray.json_files import read_object
+from eagle3_ray.model_config import text_config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt", "*.tiktoken")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.py")
@@ -32,16 +33,11 @@ class TargetFiles:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding: ids from 0 to vocab_size - 1 can be sent to a server of this model."""
-        return int(self._text_config["vocab_size"])
-
-    @property
-    def _text_config(self) -> dict[str, Any]:
-        inner = self.config.get("text_config")  # multimodal models such as Kimi-K2.5 nest the language model
-        return inner if isinstance(inner, dict) and "vocab_size" in inner else self.config
+        return int(text_config(self.config)["vocab_size"])
 
     def stop_ids(self) -> list[int]:
         """The tokens that end an answer: `eos_token_id` of generation_config.json, else of config.json."""
-        places = (read_json(self.folder / "generation_config.json", missing={}), self._text_config, self.config)
+        places = (read_json(self.folder / "generation_config.json", missing={}), text_config(self.config), self.config)
         eos: int | list[int] = next(
             (place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), []
         )
@@ -84,7 +80,7 @@ def resolve(model: str, weights: bool = False) -> TargetFiles:
     if not folder.is_dir():
         folder = _fetch(model, weights)
     files = TargetFiles(model, folder, read_config(folder))
-    if not isinstance(files._text_config.get("vocab_size"), int):
+    if not isinstance(text_config(files.config).get("vocab_size"), int):
         raise TargetError(f"target.model={model}: {folder / 'config.json'} does not tell vocab_size.")
     if weights and files.fingerprint()["target.weights"] is None:
         raise TargetError(f"target.model={model}: {folder} holds no weights, which this stage needs. Put them there.")

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from eagle3_ray.model_config import text_config
 from eagle3_ray.target.files import TargetError, read_config, read_json
-from eagle3_ray.target.layers import text_config
 from eagle3_ray.target.protocol import TargetParts
+from eagle3_ray.torch_files import open_safetensors
 
+_AGAIN = "Fetch the target's weights again."
 _EMBED = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _NORM = "norm.weight"
@@ -63,7 +64,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in weight_map.items()}
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with _opened(path) as file:
+        with open_safetensors(path, TargetError, _AGAIN) as file:
             where |= dict.fromkeys(file.keys(), path)
     if not where:
         raise TargetError(f"{folder} holds no safetensors files. Convert or fetch the target's weights as safetensors.")
@@ -77,17 +78,10 @@ def _read(where: dict[str, Path], names: Sequence[str], folder: Path, dtype: tor
     path = where[found]
     if not path.exists():
         raise TargetError(f"{path} is missing, which holds {found}. Fetch the target's weights.")
-    with _opened(path) as file:
+    with open_safetensors(path, TargetError, _AGAIN) as file:
         tensor: torch.Tensor = file.get_tensor(found)
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise TargetError(
             f"{found} in {path.name} is stored as {tensor.dtype}. Give a checkpoint whose head is not quantised."
         )
     return tensor.to(dtype)
-
-
-def _opened(path: Path) -> safe_open:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise TargetError(f"{path} is damaged ({error}). Fetch the target's weights again.") from None

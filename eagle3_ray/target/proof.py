@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagle3_ray.model_config import AUX_LAYERS
 from eagle3_ray.target.model import load_model
-from eagle3_ray.target.on_policy import Limit, OnPolicyLimits, Score, on_policy
-from eagle3_ray.target.protocol import AUX_LAYERS, CaptureError, States, Target, TargetParts, TokenSequence
-
-__all__ = ["Limit", "OnPolicyLimits", "Score", "SelfCheckFailed", "on_policy", "second_route", "self_check"]
+from eagle3_ray.target.on_policy import OnPolicyLimits, on_policy
+from eagle3_ray.target.protocol import CaptureError, States, Target, TargetParts, TokenSequence, relative_error
 
 SAME = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Relative error of the middle row below which two routes to a state agree."""
@@ -66,7 +65,7 @@ def self_check(
         ("behind another sequence", second),
     ):
         _same(alone, states, f"captured {what}, the probe has other states", parts)
-    if _error(alone.last_hidden, beside.last_hidden) < SAME[alone.last_hidden.dtype]:
+    if relative_error(alone.last_hidden, beside.last_hidden) < SAME[alone.last_hidden.dtype]:
         raise SelfCheckFailed("Two different sequences have the same states: a batch hands out one for all.")
     _different(target.layers, alone, parts)
     if engine_logprobs is None:
@@ -109,7 +108,7 @@ def _capture(target: Target, sequences: Sequence[TokenSequence], parts: TargetPa
 
 def _same(expected: States, found: States, complaint: str, parts: TargetParts) -> None:
     pairs = zip(_by_layer(expected, parts), _by_layer(found, parts), strict=True)
-    errors = [_error(*pair) for pair in pairs]
+    errors = [relative_error(*pair) for pair in pairs]
     limit = SAME[found.last_hidden.dtype]
     if max(errors) > limit:
         raise SelfCheckFailed(
@@ -122,15 +121,9 @@ def _same(expected: States, found: States, complaint: str, parts: TargetParts) -
 def _different(layers: Sequence[int], states: States, parts: TargetParts) -> None:
     names = [*(f"layer {layer}" for layer in layers), "the last state"]
     for (a, left), (b, right) in combinations(zip(names, _by_layer(states, parts), strict=True), 2):
-        if _error(left, right) < SAME[states.last_hidden.dtype]:
+        if relative_error(left, right) < SAME[states.last_hidden.dtype]:
             raise SelfCheckFailed(f"The states of {a} and {b} are the same: the engine captures one of them twice.")
 
 
 def _by_layer(states: States, parts: TargetParts) -> list[torch.Tensor]:
     return [*states.aux_hidden.split(len(parts.norm), dim=1)[:AUX_LAYERS], states.last_hidden]
-
-
-def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Relative error of the middle row: the first tokens of many models have states far larger than all others."""
-    a, b = expected.float(), found.float()
-    return float(((a - b).norm(dim=1) / a.norm(dim=1).clamp_min(1e-12)).median())

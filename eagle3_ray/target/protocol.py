@@ -3,14 +3,14 @@
 Layers are named by HF `hidden_states` index: `hidden_states[k]` is what enters layer k. This module knows no engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-AUX_LAYERS = 3
+from eagle3_ray.model_config import AUX_LAYERS
 
 
 class CaptureError(RuntimeError):
@@ -121,3 +121,28 @@ class TargetParts:
     lm_head: torch.Tensor  # [V, H]; the embedding itself where they are tied
     norm: torch.Tensor  # [H]
     config: dict[str, Any]
+
+
+_Item = TypeVar("_Item")
+
+
+def in_groups(items: Sequence[_Item], tokens_of: Callable[[_Item], int], most_tokens: int) -> Iterator[list[_Item]]:
+    """The items in order, in groups of at most `most_tokens` tokens, or of one item that has more."""
+    group: list[_Item] = []
+    tokens = 0
+    for item in items:
+        if group and tokens + tokens_of(item) > most_tokens:
+            yield group
+            group, tokens = [], 0
+        group.append(item)
+        tokens += tokens_of(item)
+    if group:
+        yield group
+
+
+def relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Of the middle row of [T, D]: the first tokens of many models have states far larger than all others, and a
+    flipped expert moves some rows, while a leak or a wrong layer moves all of them.
+    """
+    a, b = expected.float(), found.float()
+    return float(((a - b).norm(dim=1) / a.norm(dim=1).clamp_min(1e-12)).median())

@@ -17,16 +17,17 @@ import aiohttp
 import torch
 from safetensors.torch import load
 
-from eagle3_ray.sglang import capture_plugin, transport
+from eagle3_ray.model_config import keeps_ids, served_ids, text_config
+from eagle3_ray.sglang import capture_plugin, start, transport
+from eagle3_ray.sglang.processes import ServerFailed, ServerProcess
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
-from eagle3_ray.sglang_cpu.processes import ServerFailed, ServerProcess
 from eagle3_ray.target import sglang_server
 from eagle3_ray.target.files import TargetError, read_config
-from eagle3_ray.target.layers import resolve_layers, sglang_layer_ids, text_config
+from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.protocol import CaptureError, States, TargetDead, TokenSequence
 
-MOST_BYTES = 4 << 30
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MOST_BYTES = 4 << 30
+_TIMEOUT_S = 600.0
 _TRIES = 3
 _RETRY_S = 1.0
 _Result = TypeVar("_Result")
@@ -38,15 +39,12 @@ class SGLangTarget:
     `connect` finds a running server, `start` starts one on GPUs or on the CPU.
     """
 
-    def __init__(
-        self, url: str, config: Mapping[str, Any], layers: tuple[int, ...], dtype: str, timeout_s: float = 600
-    ) -> None:
+    def __init__(self, url: str, config: Mapping[str, Any], layers: tuple[int, ...], dtype: str) -> None:
         self.url = url
         self.layers = layers
         self.server: ServerProcess | None = None
-        self._hidden_size = int(text_config(dict(config))["hidden_size"])
-        self._dtype = _DTYPES[dtype]
-        self._timeout_s = timeout_s
+        self._hidden_size = int(text_config(config)["hidden_size"])
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._cleanup = ExitStack()
 
     @classmethod
@@ -60,7 +58,7 @@ class SGLangTarget:
         config = read_config(folder)
         chosen = resolve_layers(config, layers)
         target = cls(url, config, chosen, dtype)
-        _check_flags(url, target._run(target._server_info()), sglang_layer_ids(config, chosen))
+        _check_flags(url, target._run(target._server_info()), served_ids(chosen, keeps_ids(config)))
         return target
 
     @classmethod
@@ -72,7 +70,6 @@ class SGLangTarget:
         args: Sequence[str] = (),
         gpus: int = 0,
         launch: str = "",
-        most_bytes: int = MOST_BYTES,
     ) -> Self:
         """A server over `gpus` GPUs started by `launch` (`python -m sglang.launch_server`), or on the CPU for 0 GPUs.
 
@@ -84,10 +81,9 @@ class SGLangTarget:
             scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="eagle3_ray-capture-")))
             capture_plugin.sweep(sglang_server.SHARED_MEMORY)
             cleanup.callback(capture_plugin.sweep, sglang_server.SHARED_MEMORY)
-            env = sglang_server.plugin_environment(scratch / "plugin", sglang_server.SHARED_MEMORY, most_bytes)
-            server = sglang_server.capturing_server(
-                folder, config, chosen, dtype, env, scratch / "server.log", args, gpus, launch
-            )
+            env = sglang_server.plugin_environment(scratch / "plugin", sglang_server.SHARED_MEMORY, _MOST_BYTES)
+            words = [*args, "--dtype", dtype, *sglang_server.capture_arguments(config, chosen)]  # the last one wins
+            server = start.server(str(folder), gpus, launch, words, env=env, log=scratch / "server.log")
             try:
                 cleanup.enter_context(server)
             except ServerFailed as error:
@@ -105,10 +101,6 @@ class SGLangTarget:
         """See `Target.prefill`; all of them in flight at once, as for `capture`."""
         self._run(self._prefill_all(sequences))
 
-    def logprobs(self, sequence: TokenSequence) -> list[float]:
-        """The engine's own log-probability of each token but the first, float [T - 1], at temperature 1."""
-        return self._run(self._logprobs(sequence))
-
     def close(self) -> None:
         """Ends the server if it was started here, and removes what it left in shared memory."""
         self._cleanup.close()
@@ -119,7 +111,7 @@ class SGLangTarget:
             return thread.submit(asyncio.run, work).result()
 
     async def _server_info(self) -> dict[str, Any]:
-        async with transport.open_session(None, self._timeout_s) as session:
+        async with transport.open_session(None, _TIMEOUT_S) as session:
             try:
                 info: dict[str, Any] = await transport.get(session, f"{self.url}/server_info")
             except Transient as error:
@@ -127,7 +119,7 @@ class SGLangTarget:
             return info
 
     async def _capture_all(self, sequences: Sequence[TokenSequence]) -> list[States]:
-        async with transport.open_session(None, self._timeout_s) as session:
+        async with transport.open_session(None, _TIMEOUT_S) as session:
             # all of them are waited for even if one fails: an answer that nobody reads would stay in shared memory
             found = await asyncio.gather(*(self._capture(session, one) for one in sequences), return_exceptions=True)
         failed = [result for result in found if isinstance(result, BaseException)]
@@ -136,7 +128,7 @@ class SGLangTarget:
         return [states for states in found if isinstance(states, States)]
 
     async def _prefill_all(self, sequences: Sequence[TokenSequence]) -> None:
-        async with transport.open_session(None, self._timeout_s) as session:
+        async with transport.open_session(None, _TIMEOUT_S) as session:
             await asyncio.gather(*(self._generate(session, one, {}) for one in sequences))
 
     async def _capture(self, session: aiohttp.ClientSession, sequence: TokenSequence) -> States:
@@ -154,14 +146,6 @@ class SGLangTarget:
         states = States(sequence.sequence_id, tensors["aux"], tensors["last"])
         states.check(sequence, self._hidden_size, self._dtype)
         return states
-
-    async def _logprobs(self, sequence: TokenSequence) -> list[float]:
-        async with transport.open_session(None, self._timeout_s) as session:
-            meta = await self._generate(session, sequence, {"return_logprob": True, "logprob_start_len": 0})
-        pairs = meta["input_token_logprobs"][1:]  # sglang 0.5.23: [logprob, id, text] each, the first without a logprob
-        if [pair[1] for pair in pairs] != sequence.ids[1:].tolist():
-            raise CaptureError(f"The server {self.url} scored other tokens than those of {sequence.sequence_id}.")
-        return [float(pair[0]) for pair in pairs]
 
     async def _generate(
         self, session: aiohttp.ClientSession, sequence: TokenSequence, asked: Mapping[str, Any]

@@ -1,15 +1,12 @@
-"""How a capturing SGLang server is started: its arguments, the plugin where it can see it, and its end with ours."""
+"""How a capturing SGLang server is started: its arguments, and the plugin where it can see it."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray.model_config import keeps_ids, served_ids
 from eagle3_ray.sglang import capture_plugin
-from eagle3_ray.sglang.gpu_server import gpu_server
-from eagle3_ray.sglang_cpu import Server
-from eagle3_ray.sglang_cpu.processes import ServerProcess
-from eagle3_ray.target.layers import sglang_layer_ids
 
 SHARED_MEMORY = Path("/dev/shm/eagle3_ray")
 
@@ -22,7 +19,7 @@ def capture_arguments(config: Mapping[str, Any], layers: Sequence[int]) -> list[
     return [
         "--enable-return-aux-hidden-states",
         *("--speculative-algorithm", "EAGLE3"),
-        *("--return-aux-hidden-state-layer-ids", *map(str, sglang_layer_ids(dict(config), layers))),
+        *("--return-aux-hidden-state-layer-ids", *map(str, served_ids(layers, keeps_ids(config)))),
         *("--chunked-prefill-size", "-1"),
         "--disable-radix-cache",
     ]
@@ -52,24 +49,3 @@ def plugin_environment(folder: Path, shared_memory: Path, most_bytes: int) -> di
         capture_plugin.CAPTURE_DIR: str(shared_memory),
         capture_plugin.CAPTURE_BYTES: str(most_bytes),
     }
-
-
-def capturing_server(
-    model: Path,
-    config: Mapping[str, Any],
-    layers: Sequence[int],
-    dtype: str,
-    env: Mapping[str, str],
-    log: Path,
-    args: Sequence[str] = (),
-    gpus: int = 0,
-    launch: str = "",
-) -> ServerProcess:
-    """A capturing server over `gpus` GPUs, started by `launch`, or for 0 of the CPU environment. Not started yet.
-
-    `args` are more of SGLang's arguments; what capture needs stands behind them and wins.
-    """
-    words = [*args, "--dtype", dtype, *capture_arguments(config, layers)]
-    if gpus == 0:
-        return Server(model, args=words, env=env, log=log)
-    return gpu_server(launch, str(model), gpus, words, env=env, log=log)

@@ -7,7 +7,7 @@ logits are made. Which way of packing a model allows is found out by trying, not
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ import torch
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.model import load_model
 from eagle3_ray.target.packed_attention import PACKED, NotPlainAttention, register, sequences_of
-from eagle3_ray.target.protocol import BatchHalved, CaptureError, States, TokenSequence
+from eagle3_ray.target.protocol import BatchHalved, CaptureError, States, TokenSequence, in_groups, relative_error
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PACKING_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _PROBE_LENGTHS = (40, 24)
 
@@ -36,32 +35,27 @@ class TransformersTarget:
         self,
         folder: Path,
         layers: Sequence[int] | None = None,
-        dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        dtype: str = "bfloat16",
         device: str | None = None,
         batch_tokens: int = 8192,
         trust_remote_code: bool = False,
     ) -> None:
         register()
+        self._dtype: torch.dtype = getattr(torch, dtype)
         spread = device is None and torch.cuda.device_count() > 1
-        model = load_model(folder, DTYPES[dtype], trust_remote_code, **({"device_map": "auto"} if spread else {}))
+        model = load_model(folder, self._dtype, trust_remote_code, **({"device_map": "auto"} if spread else {}))
         if not spread:
             model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._decoder: Any = model.get_decoder().eval()
         self._config: dict[str, Any] = model.config.get_text_config().to_dict()
         self.layers = resolve_layers(self._config, layers)
         self.batch_tokens = batch_tokens
-        self._dtype = DTYPES[dtype]
         self._inputs: dict[int, torch.Tensor] = {}
         modules = _decoder_layers(self._decoder, int(self._config["num_hidden_layers"]))
         self._hooks = [
             modules[layer].register_forward_pre_hook(self._remember(layer), with_kwargs=True) for layer in self.layers
         ]
         self.packed = self._choose_packing(str(self._decoder.config._attn_implementation))
-
-    @property
-    def attention(self) -> str:
-        """transformers' name of the attention in use."""
-        return str(self._decoder.config._attn_implementation)
 
     def capture(self, sequences: Sequence[TokenSequence]) -> list[States]:
         """See `Target.capture`. On out-of-memory the batch is halved for good, with one warning.
@@ -96,16 +90,7 @@ class TransformersTarget:
             torch.cuda.empty_cache()
 
     def _batches(self, sequences: Sequence[TokenSequence]) -> Iterator[list[TokenSequence]]:
-        batch: list[TokenSequence] = []
-        tokens = 0
-        for sequence in sequences:
-            if batch and (not self.packed or tokens + len(sequence.ids) > self.batch_tokens):
-                yield batch
-                batch, tokens = [], 0
-            batch.append(sequence)
-            tokens += len(sequence.ids)
-        if batch:
-            yield batch
+        return in_groups(sequences, lambda sequence: len(sequence.ids), self.batch_tokens if self.packed else 0)
 
     def _halve(self, batch: Sequence[TokenSequence]) -> None:
         torch.cuda.empty_cache()
@@ -174,19 +159,14 @@ class TransformersTarget:
                 together = self._forward(probes)
             except NotPlainAttention:
                 continue
-            if all(_noise(a, b) < _PACKING_NOISE[self._dtype] for a, b in zip(alone, together, strict=True)):
+            noise = (relative_error(a.last_hidden, b.last_hidden) for a, b in zip(alone, together, strict=True))
+            if all(error < _PACKING_NOISE[self._dtype] for error in noise):
                 return True
         warnings.warn(
             "This model mixes sequences that share a forward pass, so they are captured one by one, which is slow.",
             stacklevel=2,
         )
         return False
-
-
-def _noise(alone: States, together: States) -> float:
-    """Relative error of the middle row: a flipped expert moves some rows, a leak moves all of them."""
-    a, b = alone.last_hidden.float(), together.last_hidden.float()
-    return float(((a - b).norm(dim=-1) / a.norm(dim=-1)).median())
 
 
 def _decoder_layers(decoder: torch.nn.Module, count: int) -> torch.nn.ModuleList:

@@ -18,6 +18,7 @@ from eagle3_ray.acceptance.replay import replay
 from eagle3_ray.acceptance.tally import pool
 from eagle3_ray.config import Evaluate, Target
 from eagle3_ray.drafter.config import DrafterConfig
+from eagle3_ray.drafter.export import speculative_arguments
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.propose import propose
 from eagle3_ray.evaluate import EvaluateSettings, evaluate
@@ -126,7 +127,9 @@ def test_engine_reference_decoder_and_replay_count_the_same_verify_steps(
 def test_a_server_with_the_older_algorithm_gives_exactly_one_and_is_named(
     cpu_server: Server, cpu_model: Path, prompt_set: Path, drafter_folder: Path, tmp_path: Path
 ) -> None:
-    with Server(cpu_model, drafter=drafter_folder, args=["--speculative-algorithm", "EAGLE"]) as server:
+    with Server(
+        cpu_model, args=[*speculative_arguments(drafter_folder, 3), "--speculative-algorithm", "EAGLE"]
+    ) as server:
         summary = evaluate(
             settings(
                 cpu_model,

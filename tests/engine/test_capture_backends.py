@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from eagle3_ray.sglang import capture_plugin
-from eagle3_ray.sglang_cpu.processes import group_members
+from eagle3_ray.sglang.processes import group_members
 from eagle3_ray.target.on_policy import OnPolicyLimits, Score, label_logprobs, on_policy
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import SelfCheckFailed, second_route, self_check
@@ -52,6 +52,17 @@ def transformers_target(cpu_model: Path) -> TransformersTarget:
 @pytest.fixture(scope="module")
 def parts(cpu_model: Path) -> TargetParts:
     return load_parts(cpu_model, torch.float32)
+
+
+def logprobs(url: str, sequence: TokenSequence) -> list[float]:
+    """The engine's own log-probability of each token but the first, at temperature 1."""
+    asked = {"input_ids": sequence.ids.tolist(), "return_logprob": True, "logprob_start_len": 0}
+    body = json.dumps(asked | {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        said = json.load(answer)["meta_info"]["input_token_logprobs"][1:]  # [logprob, id, text] of each token
+    assert [token for _, token, _ in said] == sequence.ids[1:].tolist()
+    return [logprob for logprob, _, _ in said]
 
 
 def generate(url: str, prompt: list[int], temperature: float) -> Generated:
@@ -165,14 +176,14 @@ def test_the_self_check_passes_sglang_with_the_engines_own_words(
     server_target: SGLangTarget, cpu_model: Path, asked: list[TokenSequence], parts: TargetParts
 ) -> None:
     reference = second_route(cpu_model, server_target.layers, asked[0], torch.float32)
-    self_check(server_target, parts, asked[0], server_target.logprobs(asked[0]), reference=reference)
+    self_check(server_target, parts, asked[0], logprobs(server_target.url, asked[0]), reference=reference)
 
 
 def test_every_sabotage_of_a_real_capture_is_found(
     server_target: SGLangTarget, cpu_model: Path, asked: list[TokenSequence], parts: TargetParts
 ) -> None:
     probe = TokenSequence("probe", asked[0].ids[:36].copy(), 1)
-    said = server_target.logprobs(probe)
+    said = logprobs(server_target.url, probe)
     reference = second_route(cpu_model, server_target.layers, probe, torch.float32)
     broken = {name: sabotage.Sabotaged(server_target, change()) for name, change in sabotage.CHANGES.items()} | {
         "before the norm": sabotage.before_the_norm(cpu_model, server_target.layers, "float32")

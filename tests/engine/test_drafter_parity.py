@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle3_ray.drafter.checkpoints import load_drafter
 from eagle3_ray.drafter.config import DrafterConfig
-from eagle3_ray.drafter.export import export
+from eagle3_ray.drafter.export import export, speculative_arguments
 from eagle3_ray.drafter.initialise import initialise
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.packed import PackedBatch
@@ -106,7 +106,7 @@ def test_the_server_accepts_what_our_own_drafting_predicts(
     export(drafter, folder, target.config, torch.float32)
     served = load_drafter(folder, target.config)
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    with Server(cpu_model, drafter=folder, log=tmp_path / "server.log") as server:
+    with Server(cpu_model, args=speculative_arguments(folder, 3), log=tmp_path / "server.log") as server:
         for number, prompt in enumerate(PROMPTS):
             request = {"input_ids": prompt, "sampling_params": sampling}
             answer = requests.post(server.url + "/generate", json=request, timeout=300).json()

@@ -14,13 +14,13 @@ from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.config import load
 from eagle3_ray.drafter.config import DrafterConfig
-from eagle3_ray.sglang.gpu_server import gpu_server
+from eagle3_ray.sglang import start
+from eagle3_ray.sglang.processes import ServerProcess
 from eagle3_ray.sglang_cpu import in_venv
-from eagle3_ray.sglang_cpu.processes import ServerProcess
 from eagle3_ray.sglang_cpu.server import server_environment
 from eagle3_ray.sglang_cpu.venv import install
 from eagle3_ray.target.layers import resolve_layers
-from eagle3_ray.target.sglang_server import capturing_server
+from eagle3_ray.target.sglang_server import capture_arguments
 from tests.kimi_target import CONFIG, make_kimi_target
 
 PRESET = load("kimi-k2.5-8xblackwell")
@@ -78,15 +78,15 @@ def test_sglang_takes_the_arguments_of_every_stage_as_they_are_meant(tmp_path: P
     drafter.mkdir()
     (drafter / "config.json").write_text(json.dumps(DrafterConfig.from_target(CONFIG).to_json()))
     ours = PRESET.target.server_args
-    generate = gpu_server(
-        "LAUNCH", str(model), PRESET.generate.gpus_per_server, [*ours, *PRESET.generate.server_args], port=1234
+    generate = start.server(
+        str(model), PRESET.generate.gpus_per_server, "LAUNCH", [*ours, *PRESET.generate.server_args], port=1234
     )
     layers = resolve_layers(CONFIG, PRESET.capture.layers)
-    gpus, args = PRESET.capture.gpus_per_target, [*ours, *PRESET.capture.server_args]
-    capture = capturing_server(model, CONFIG, layers, "bfloat16", {}, tmp_path / "log", args, gpus, "LAUNCH")
+    words = [*ours, *PRESET.capture.server_args, "--dtype", "bfloat16", *capture_arguments(CONFIG, layers)]
+    capture = start.server(str(model), PRESET.capture.gpus_per_target, "LAUNCH", words)
     serving = Serving(str(model), PRESET.evaluate.steps, "LAUNCH", PRESET.evaluate.gpus, args=tuple(ours))
     engines = [
-        gpu_server(serving.launch, str(model), serving.gpus, serving.arguments(name), port=1234)
+        start.server(str(model), serving.gpus, serving.launch, serving.arguments(name), port=1234)
         for name in (PLAIN, str(drafter))
     ]
     read = sglang_reads(*map(arguments, [generate, capture, *engines]))

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eagle3_ray.drafter.export import speculative_arguments
+from eagle3_ray.sglang.processes import group_members
 from eagle3_ray.sglang_cpu import Server, ServerFailed
-from eagle3_ray.sglang_cpu.processes import group_members
 
 QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea.", "Count from one to five."]
 
@@ -177,7 +178,7 @@ def test_eagle3_decoding_repeats_plain_greedy_decoding_token_for_token(
 ) -> None:
     inputs = prompts(cpu_model)
     plain = [greedy(cpu_server, ids)["output_ids"] for ids in inputs]
-    with Server(cpu_model, drafter=repeating_drafter) as server:
+    with Server(cpu_model, args=speculative_arguments(repeating_drafter, 3)) as server:
         answers = [greedy(server, ids) for ids in inputs]
         together = all_at_once(server, inputs * 3)
         assert len(group_members(server.pid)) > 1, "SGLang is several processes"
@@ -207,8 +208,9 @@ def test_killing_the_owner_of_a_starting_server_ends_all_of_sglang(cpu_model: Pa
     with serve_command(cpu_model) as process:
         assert eventually(lambda: len(children_of(process.pid)) == 1, within_s=10)
         [server_pid] = children_of(process.pid)
-        # The scheduler has just been spawned: it still imports torch and has not asked the kernel for anything.
-        assert eventually(lambda: len(group_members(server_pid)) >= 3, within_s=60)
+        # The server, its watch, multiprocessing's tracker, and the scheduler that has just been spawned: it still
+        # imports torch and has not asked the kernel for anything.
+        assert eventually(lambda: len(group_members(server_pid)) >= 4, within_s=60)
         process.kill()
         assert eventually(lambda: group_members(server_pid) == [], within_s=15)
 

@@ -106,7 +106,8 @@ def test_a_killed_writers_files_go_at_the_next_start_and_a_living_ones_stay(tmp_
 def hooked(monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int = 0, last: bool = True) -> tuple[Any, Any]:
     """A request of 3 tokens behind one of 2 in a prefill batch, and the batch's output."""
     monkeypatch.setattr(capture_plugin, "_answers", lambda: rank == 0)
-    monkeypatch.setattr(capture_plugin, "_the_writer", Writer(folder, BIG, 1))
+    writer = Writer(folder, BIG, 1)
+    monkeypatch.setattr(capture_plugin, "_writer", lambda: writer)
     rows = torch.arange(5.0)[:, None]
     output = SimpleNamespace(hidden_states=rows.expand(5, 12), last_hidden_states=rows.expand(5, 4) if last else None)
     request = SimpleNamespace(rid="x", return_hidden_states=True, origin_input_ids=[7, 8, 9], hidden_states=[])

@@ -230,8 +230,8 @@ def test_a_switch_that_sglang_does_not_serve_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_launch_command_names_eagle3() -> None:
-    assert "--speculative-algorithm EAGLE3 " in launch_command(Path("runs/a/drafter"), "target", steps=3)
-    assert launch_command(Path("d"), "t", steps=3).endswith("--speculative-num-draft-tokens 4")
+    assert "--speculative-algorithm EAGLE3 " in launch_command(Path("runs/a/drafter"), "target")
+    assert launch_command(Path("d"), "t").endswith("--speculative-num-draft-tokens 6")
 
 
 def test_a_drafter_of_another_vocabulary_size_is_not_initialised() -> None:

@@ -18,11 +18,12 @@ from eagle3_ray.drafter.initialise import initialise
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.rope import rope_frequencies
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.model_config import keeps_ids, served_ids
 from eagle3_ray.plan import PlanSettings, Render
 from eagle3_ray.prompts import Prompt, parse
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.target.files import TargetFiles, resolve
-from eagle3_ray.target.layers import resolve_layers, sglang_layer_ids
+from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.telemetry import Report, Telemetry
 from tests.kimi_target import (
     CONFIG,
@@ -132,7 +133,11 @@ def test_the_boundary_is_allowed_in_an_answer_and_the_templates_tokens_are_not(r
 def test_the_layers_are_those_that_sglang_captures_of_the_deepseek_family(kimi: TargetFiles) -> None:
     layers = resolve_layers(kimi.config, PRESET.capture.layers)
     assert layers == (2, 30, 58)
-    assert sglang_layer_ids(kimi.config, layers) == [2, 30, 58]  # k itself: 1 would be added for a list that begins so
+    assert served_ids(layers, keeps_ids(kimi.config)) == [
+        2,
+        30,
+        58,
+    ]
 
 
 def test_the_drafter_of_the_whole_model_has_the_shapes_that_sglang_loads() -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3_ray.sglang_cpu import InstallFailed, ServerFailed, processes, venv
+from eagle3_ray.sglang import processes
+from eagle3_ray.sglang.processes import ServerProcess, free_port, group_members
+from eagle3_ray.sglang_cpu import InstallFailed, ServerFailed, venv
 from eagle3_ray.sglang_cpu.__main__ import main, parse
 from eagle3_ray.sglang_cpu.cache import cache_folder, locked
-from eagle3_ray.sglang_cpu.processes import ServerProcess, free_port, group_members
 from eagle3_ray.sglang_cpu.server import LAUNCH, server_environment, sglang_arguments
 
 HEALTHY = """
@@ -37,19 +38,6 @@ import subprocess, sys
 for _ in range(2):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("line before healthy", flush=True)
-"""
-
-# A tree like SGLang's: a server that spawns a child, which imports the server's main file again
-WATCHED_MAIN = f"""
-import multiprocessing, sys, time
-sys.path.append({str(LAUNCH.parent)!r})
-from parent_watch import die_with_parent
-die_with_parent(poll_s=0.05)
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    context.Process(target=time.sleep, args=(600,)).start()
-    print("ready", flush=True)
-    time.sleep(600)
 """
 
 
@@ -152,7 +140,7 @@ def test_a_failing_step_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> N
 
 def test_arguments_of_serve_that_are_not_ours_go_to_sglang_last() -> None:
     arguments, rest = parse(["serve", "--port", "7", "--dtype", "bfloat16"])
-    words = sglang_arguments(Path("m"), arguments.port, 64, None, rest)
+    words = sglang_arguments(Path("m"), arguments.port, 64, rest)
     assert words[-2:] == ["--dtype", "bfloat16"]
     assert words[words.index("--port") + 1] == "7"
 
@@ -163,12 +151,12 @@ def test_arguments_that_install_does_not_know_are_refused() -> None:
 
 
 def test_attention_is_the_stand_in_s_unless_another_backend_is_asked_for() -> None:
-    def last_backend(drafter: Path | None, args: list[str]) -> str:
-        words = sglang_arguments(Path("m"), 1, 64, drafter, args)
+    def last_backend(args: list[str]) -> str:
+        words = sglang_arguments(Path("m"), 1, 64, args)
         return [value for name, value in pairwise(words) if name == "--attention-backend"][-1]
 
-    assert last_backend(None, []) == last_backend(Path("d"), []) == "intel_amx"
-    assert last_backend(None, ["--attention-backend", "torch_native"]) == "torch_native"
+    assert last_backend([]) == "intel_amx"
+    assert last_backend(["--attention-backend", "torch_native"]) == "torch_native"
 
 
 def test_the_product_s_python_path_stays_out_of_sglang_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,32 +338,6 @@ def test_an_exception_in_the_with_block_stops_the_server(tmp_path: Path) -> None
     assert group_members(server.pid) == []
 
 
-@pytest.mark.parametrize("victim", ["owner", "server"])
-def test_a_watched_tree_dies_with_its_owner_and_with_its_server(tmp_path: Path, victim: str) -> None:
-    (tmp_path / "main.py").write_text(WATCHED_MAIN)
-    owner_script = (
-        "import os, subprocess, sys\n"
-        "environment = os.environ | {'EAGLE3_RAY_SERVER_PARENT': str(os.getpid())}\n"
-        "server = subprocess.Popen([sys.executable, 'main.py'], env=environment, start_new_session=True,\n"
-        "                          stdout=subprocess.PIPE)\n"
-        "server.stdout.readline()\n"
-        "print(server.pid, flush=True)\n"
-        "server.wait(); import time; time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", owner_script], cwd=tmp_path, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        server_pid = int(owner.stdout.readline())
-        try:
-            time.sleep(1)  # long enough for a wrong idea of who the parent is to end the tree
-            assert len(group_members(server_pid)) == 3, "the server, its child and multiprocessing's tracker"
-            os.kill(owner.pid if victim == "owner" else server_pid, signal.SIGKILL)
-            assert eventually(lambda: group_members(server_pid) == [])
-        finally:
-            owner.kill()
-            for pid in group_members(server_pid):
-                os.kill(pid, signal.SIGKILL)
-
-
 FAMILY = """
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
@@ -385,12 +347,11 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("victim", ["owner", "server"])
-def test_a_command_that_knows_nothing_of_it_is_watched_too(victim: str) -> None:
+def test_a_watched_server_and_its_children_end_with_its_owner_and_with_itself(victim: str) -> None:
     """The server is the owner's own child: Ray 2.60 kills the children of a worker that ends, and no grandchildren."""
-    watch = LAUNCH.parent / "parent_watch.py"
     owner = f"""
 import subprocess, sys
-server = subprocess.Popen([sys.executable, {str(watch)!r}, sys.executable, "-c", {FAMILY!r}], start_new_session=True)
+server = subprocess.Popen([*{processes.WATCHED!r}, sys.executable, "-c", {FAMILY!r}], start_new_session=True)
 print(server.pid, flush=True)
 server.wait()
 """

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3_ray.target.files import TargetError
-from eagle3_ray.target.layers import resolve_layers, sglang_layer_ids
+from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.protocol import CaptureError, States, TokenSequence
 from tests.tiny_model import sequences, tiny_llama
@@ -74,21 +73,9 @@ def test_default_layers_of_kimi_are_those_of_its_language_model() -> None:
     assert resolve_layers({"text_config": {"num_hidden_layers": 61}}) == (2, 30, 58)
 
 
-@pytest.mark.parametrize(
-    ("config", "layers", "ids"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, (2, 15, 27), [1, 14, 26]),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, (1, 24, 45), [0, 23, 44]),
-        ({"architectures": ["KimiK25ForConditionalGeneration"]}, (2, 30, 58), [2, 30, 58]),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, (1, 30, 58), [30, 58, 1]),
-        ({"architectures": ["X"], "text_config": {"num_hidden_layers": 61, "architectures": ["DeepseekV3ForCausalLM"]}},
-         (2, 30, 58), [2, 30, 58]),
-    ],
-)  # fmt: skip
-def test_sglang_is_told_ids_that_capture_the_inputs_of_the_layers(
-    config: dict[str, Any], layers: tuple[int, ...], ids: list[int]
-) -> None:
-    assert sglang_layer_ids(config, layers) == ids
+def test_a_target_that_does_not_tell_its_number_of_layers_is_refused() -> None:
+    with pytest.raises(TargetError, match="does not tell num_hidden_layers"):
+        resolve_layers({"num_layers": 28})
 
 
 def test_states_of_another_sequence_or_shape_are_refused() -> None:

@@ -51,7 +51,7 @@ def agree(folder: Path, found: list[States], asked: list[TokenSequence]) -> None
 def test_packed_sequences_have_the_states_that_they_have_alone(llama: Path, target: TransformersTarget) -> None:
     asked = sequences([5, 30, 1, 64, 17, 90])
     assert target.layers == LAYERS
-    assert target.attention == PACKED
+    assert target._decoder.config._attn_implementation == PACKED
     agree(llama, target.capture(asked), asked)
 
 
@@ -59,7 +59,7 @@ def test_a_sliding_window_is_left_to_the_models_own_attention(tmp_path: Path) ->
     folder = tiny_gemma(tmp_path)
     target = TransformersTarget(folder, dtype="float32", device="cpu", batch_tokens=256)
     asked = sequences([40, 50, 25])
-    assert target.attention != PACKED
+    assert target._decoder.config._attn_implementation != PACKED
     assert target.packed
     agree(folder, target.capture(asked), asked)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -15,17 +16,25 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+
+from eagle3_ray.sglang import parent_watch
 
 HOST = "127.0.0.1"
 LOG_LINES = 20
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
+WATCHED = (sys.executable, parent_watch.__file__)
+"""In front of a server's command: the server and all its processes end with this one, however it ends."""
 
 
 class ServerFailed(RuntimeError):
     """The server ended or stayed silent; the message ends with the last lines of its log."""
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment, less what would put our packages in front of those of an SGLang's own Python."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def free_port() -> int:
@@ -106,7 +115,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                env=self._env,
+                env=self._env | {parent_watch.PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -173,9 +182,7 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

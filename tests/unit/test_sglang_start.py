@@ -1,4 +1,4 @@
-"""How an SGLang on GPUs is started and ended, with a small program in its place."""
+"""How an SGLang is started and ended, with a small program in its place."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_ray.sglang.gpu_server import gpu_server
+from eagle3_ray.sglang import start
 
 STAND_IN = """
 import http.server, json, os, sys
@@ -40,7 +40,7 @@ def test_the_server_is_told_model_place_and_gpus_and_then_what_is_asked(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
     log = tmp_path / "log"
-    with gpu_server(launch, "/m", 4, ["--trust-remote-code"], env={"OURS": "1"}, log=log) as server:
+    with start.server("/m", 4, launch, ["--trust-remote-code"], env={"OURS": "1"}, log=log) as server:
         told = json.loads((tmp_path / "told").read_text())
         where = ["--host", "127.0.0.1", "--port", str(server.port)]
         assert told["words"][1:] == ["--model-path", "/m", *where, "--tp-size", "4", "--trust-remote-code"]
@@ -51,8 +51,8 @@ def test_the_server_is_told_model_place_and_gpus_and_then_what_is_asked(
 
 def test_the_server_ends_with_the_process_that_started_it(launch: str, tmp_path: Path) -> None:
     owner = (
-        "import pathlib, time; from eagle3_ray.sglang.gpu_server import gpu_server; "
-        f"gpu_server({launch!r}, '/m', 1, [], log=pathlib.Path({str(tmp_path / 'log')!r})).start(); time.sleep(600)"
+        "import pathlib, time; from eagle3_ray.sglang import start; "
+        f"start.server('/m', 1, {launch!r}, [], log=pathlib.Path({str(tmp_path / 'log')!r})).start(); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", owner])
     until(lambda: (tmp_path / "told").exists() and (tmp_path / "told").read_text().endswith("}"))

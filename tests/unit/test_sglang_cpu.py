@@ -350,10 +350,11 @@ time.sleep(600)
 def test_a_watched_server_and_its_children_end_with_its_owner_and_with_itself(victim: str) -> None:
     """The server is the owner's own child: Ray 2.60 kills the children of a worker that ends, and no grandchildren."""
     owner = f"""
-import subprocess, sys
+import subprocess, sys, time
 server = subprocess.Popen([*{processes.WATCHED!r}, sys.executable, "-c", {FAMILY!r}], start_new_session=True)
 print(server.pid, flush=True)
 server.wait()
+time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

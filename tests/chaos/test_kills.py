@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.sglang_server import FakeServer
 from tests.jobs import Jobs, assert_sound, fake_server, row_requests, rows, sequence_of, settings, write_prompts
 
-ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "20"))
+ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
 PROMPTS = 90 * ROUNDS
 IN_FLIGHT = 24
 

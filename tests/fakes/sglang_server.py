@@ -10,15 +10,15 @@ the routes, `fake_engine.py` options, admission and queue, `fake_model.py` what 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import urllib.request
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +30,9 @@ from tests.fakes.fake_model import answer, token_logprobs
 
 __all__ = ["FAULTS", "FakeServer", "Options", "answer", "token_logprobs"]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+# each stand-in is forked from a process that has imported all this once and has no threads
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.fakes.sglang_server"])
 
 
 class FakeServer:
@@ -40,8 +42,8 @@ class FakeServer:
         self.options = Options(**options)
         self.url = ""
         self.port = 0  # chosen by the first start, kept by restarts
-        self._process: subprocess.Popen[str] | None = None
-        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - the server writes to our descriptor: a kill loses no line
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._log = tempfile.NamedTemporaryFile("rb")  # noqa: SIM115 - the server writes to it unbuffered: a kill loses no line
 
     def __enter__(self) -> Self:
         self.start()
@@ -55,36 +57,38 @@ class FakeServer:
     @property
     def pid(self) -> int:
         assert self._process is not None, "the server was never started"
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.is_alive()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.fakes.sglang_server", "--port", str(self.port), "--die-with-stdin"]
-        command += ["--options", json.dumps(asdict(self.options)), "--log-fd", str(self._log.fileno())]
-        self._process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._log.fileno()],
-            text=True,
+        mine, theirs = _FORKS.Pipe(duplex=False)
+        self._process = _FORKS.Process(
+            target=_serve, args=(self.port, asdict(self.options), self._log.name, theirs), daemon=True
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the stand-in server did not start (exit code {self._process.wait()})")
-        self.url = json.loads(line)["url"]
+        self._process.start()
+        theirs.close()
+        with mine:
+            try:
+                self.url = mine.recv()
+            except EOFError:
+                self._process.join()
+                raise RuntimeError(f"the stand-in server did not start (exit code {self._process.exitcode})") from None
         self.port = int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
         """`kill -9`."""
-        self._end(signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
+            self._wait(self._process)
 
     def stop(self) -> None:
-        self._end(signal.SIGTERM)
+        if self._process is not None:
+            self._process.terminate()
+            self._wait(self._process)
 
     def restart(self) -> None:
         """The same options on the same port; in-flight requests are lost, fault indices start again."""
@@ -113,29 +117,36 @@ class FakeServer:
         with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
             return int(json.load(response)["max_in_flight"])
 
-    def _end(self, sign: signal.Signals) -> None:
-        if self._process is None:
-            return
-        self._process.send_signal(sign)
-        self._process.wait(timeout=10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+    @staticmethod
+    def _wait(process: multiprocessing.process.BaseProcess) -> None:
+        process.join(timeout=10)
+        assert process.exitcode is not None, f"the stand-in server, process {process.pid}, does not end"
 
 
-async def serve(port: int, options: Options, log_fd: int | None, host: str = "127.0.0.1") -> None:
+async def serve(
+    port: int, options: Options, log_fd: int | None, host: str = "127.0.0.1", tell: Callable[[str], None] | None = None
+) -> None:
+    """Serves until the process ends. `tell`, or standard output, gets the URL as soon as it can be asked."""
     runner = web.AppRunner(FakeSglang(options, log_fd).app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=4096)
     await site.start()
     bound = runner.addresses[0][1]
-    print(json.dumps({"url": f"http://{host}:{bound}"}), flush=True)
+    (tell or partial(print, flush=True))(f"http://{host}:{bound}")
     await asyncio.Event().wait()
 
 
-def die_with_stdin() -> None:
-    """The parent holds the other end of this pipe: its end, however it comes, is ours."""
-    sys.stdin.buffer.read()
+def _serve(port: int, options: dict[str, Any], log: str, answer: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log_fd = os.open(log, os.O_WRONLY | os.O_APPEND)
+    asyncio.run(serve(port, Options(**options), log_fd, tell=answer.send))
+
+
+def _end_with_parent() -> None:
+    """Also when it was killed, and did nothing any more to end its children."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(0)
 
 
@@ -143,12 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object: fields of fake_engine.Options")
-    parser.add_argument("--log-fd", type=int, help="inherited descriptor for the request log")
-    parser.add_argument("--die-with-stdin", action="store_true", help="exit when standard input ends")
     arguments = parser.parse_args()
-    if arguments.die_with_stdin:
-        threading.Thread(target=die_with_stdin, daemon=True).start()
-    asyncio.run(serve(arguments.port, Options(**arguments.options), arguments.log_fd))
+    asyncio.run(serve(arguments.port, Options(**arguments.options), None))
 
 
 if __name__ == "__main__":

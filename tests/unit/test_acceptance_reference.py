@@ -14,7 +14,7 @@ from eagle3_ray.acceptance.reference import CachedTransformers, Choose, decode, 
 
 V = 4
 DRAFT_IDS = torch.tensor([0, 2, 3])  # the drafter never proposes token 1
-DRAWS, LENGTH = 2500, 3
+DRAWS, LENGTH = 1000, 3
 RARE = 5  # answers expected less often are counted together: chi-square needs full cells
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.sglang_server import FAULTS, REPOSITORY, FakeServer, answer, token_logprobs
+from tests.fakes.sglang_server import FAULTS, FakeServer, answer, token_logprobs
+from tests.jobs import REPOSITORY
 
 MODEL: dict[str, Any] = {"vocab_size": 49152, "eos_id": 2, "mean_tokens": 12}
 PROMPT = [11, 22, 33]
@@ -361,7 +362,7 @@ def test_an_id_outside_the_vocabulary_kills_the_server() -> None:
 def test_the_server_dies_with_the_process_that_started_it() -> None:
     code = "from tests.fakes.sglang_server import FakeServer; import os, signal; s = FakeServer(); s.start(); "
     code += "print(s.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    parent = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, check=False)
+    parent = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=60)
     status = f"/proc/{int(parent.stdout)}/stat"
 
     def gone() -> bool:

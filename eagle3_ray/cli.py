@@ -14,6 +14,7 @@ import ray
 import yaml
 
 from eagle3_ray.config import Config, keys, load, presets
+from eagle3_ray.mirror import mirrored, to_fetch
 from eagle3_ray.stages import SETUP_ERRORS, sentence
 
 _CODES = {"complete": 0, "refused": 2}
@@ -38,15 +39,22 @@ def main(
     )
     arguments = parser.parse_intermixed_args(argv)
     if not arguments.dry_run:
-        return carry_out(lambda: run(load(arguments.source, arguments.overrides)))
+        return carry_out(lambda: _run(run, load(arguments.source, arguments.overrides)))
     try:
         config = load(arguments.source, arguments.overrides)
         print(yaml.safe_dump(config.model_dump(), sort_keys=False))
-        print(dry_run(config))
+        told = to_fetch(config.run.dir, config.run.mirror) if config.run.mirror else None
+        print(told or dry_run(config))  # which may write a plan into run.dir
     except SETUP_ERRORS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(run: Callable[[Config], dict[str, Any]], config: Config) -> dict[str, Any]:
+    if config.run.mirror is None:
+        return run(config)
+    return mirrored(lambda: run(config), config.run.dir, config.run.mirror)
 
 
 def carry_out(work: Callable[[], dict[str, Any]]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 
 class ConfigError(ValueError):
@@ -34,6 +34,13 @@ def _expanded(value: str) -> Path:
         raise ValueError("names the home of a user who is not here; give the folder itself") from None
 
 
+def _lasting_folder(value: str) -> str:
+    path = str(_expanded(value).absolute())
+    if _RAY_COPY in path:  # ray job submit --working-dir runs the job in a copy that Ray deletes
+        raise ValueError("is inside Ray's copy of the working directory, which is deleted; give an absolute path")
+    return path
+
+
 _RAY_COPY = "/runtime_resources/working_dir_files/"
 
 _NO_YAML = (yaml.YAMLError, AttributeError, LookupError, RecursionError, ValueError)
@@ -49,16 +56,39 @@ class Section(BaseModel):
 
 class Run(Section):
     dir: str = Field(description="the folder that holds all of one run; on storage that every node sees")
+    mirror: str | None = Field(
+        None,
+        description="s3://BUCKET/PATH, gs://BUCKET/PATH or a folder that a job copies run.dir to while it works, and "
+        "that an empty run.dir is fetched from, so that a run outlives its disk",
+    )
 
     @field_validator("dir")
     @classmethod
     def _is_a_folder(cls, value: str) -> str:
         if "://" in value:
-            raise ValueError("has to be a folder on a file system that every node mounts, not a URL")
-        path = str(_expanded(value).absolute())
-        if _RAY_COPY in path:  # ray job submit --working-dir runs the job in a copy that Ray deletes
-            raise ValueError("is inside Ray's copy of the working directory, which is deleted; give an absolute path")
-        return path
+            raise ValueError(
+                "has to be a folder on a file system that every node mounts, not a URL; run.mirror may be one"
+            )
+        return _lasting_folder(value)
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_a_place_beside_the_run(cls, value: str | None, about: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        if "://" not in value:
+            folder = _lasting_folder(value)
+            if Path(folder).is_relative_to(about.data.get("dir", "")):
+                raise ValueError("is inside run.dir, whose copy it is meant to be; give another place")
+            return folder
+        if not value.startswith(("s3://", "gs://")):
+            raise ValueError("has to be s3://BUCKET/PATH, gs://BUCKET/PATH or a folder")
+        if "@" in value:
+            raise ValueError(
+                "holds a key, which would stand in manifests and logs; put keys into the environment "
+                "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS), or use the machine's role"
+            )
+        return value
 
 
 class Target(Section):

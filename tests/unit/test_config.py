@@ -85,6 +85,8 @@ def test_every_key_has_a_meaning_and_the_keys_are_those_of_a_loaded_configuratio
         ("prompts.limit=null", "prompts.limit", None),
         ("prompts.dedupe=no", "prompts.dedupe", False),
         ("prompts.path=s3://bucket/a=b", "prompts.path", "s3://bucket/a=b"),
+        ("run.mirror=s3://b/a?scheme=http&region=x", "run.mirror", "s3://b/a?scheme=http&region=x"),
+        ("run.mirror=/runs/a-copy", "run.mirror", "/runs/a-copy"),
         ("audit.boundary_ids=[7, 8]", "audit.boundary_ids", [7, 8]),
     ],
 )
@@ -160,6 +162,12 @@ def test_a_key_that_is_near_nothing_points_to_help(minimal: str) -> None:
         ("generate.endpoints=http://a:1,http://a:1/", ["generate.endpoints", "names a server twice"]),
         ("run.dir=s3://bucket/run", ["run.dir='s3://bucket/run'", "every node mounts"]),
         ("train.loss=tv", ["train.loss='tv': input should be 'kl' or 'lk'. --help tells what it means."]),
+        (
+            "run.mirror=hdfs://host/run",
+            ["run.mirror='hdfs://host/run'", "gs://BUCKET/PATH or a folder"],
+        ),
+        ("run.mirror=s3://KEY:secret@bucket/run", ["run.mirror='s3://…@bucket/run'", "put keys into the environment"]),
+        ("run.mirror=/runs/a/copy", ["run.mirror='/runs/a/copy'", "inside run.dir"]),
         ("audit.boundary_ids=[a]", ["audit.boundary_ids.0='a'", "integer"]),
         ("run=/runs/a", ["run='/runs/a'"]),
         ("run.dir.x=1", ["'run.dir.x' is not a known key", "'dir' has no keys of its own"]),

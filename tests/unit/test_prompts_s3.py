@@ -5,21 +5,15 @@ from pathlib import PurePosixPath
 
 import pyarrow.fs as pafs
 import pytest
-from moto.server import ThreadedMotoServer
 
 from eagle3_ray.prompts import find, parse, read
+from tests.buckets import s3_bucket
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket's URI, less the path, and the options behind it."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    yield f"s3://prompts/{{}}?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1&allow_bucket_creation=true"
-    server.stop()
+    with s3_bucket(monkeypatch) as uri:
+        yield uri
 
 
 def test_partitions_are_found_and_read_in_an_object_store(bucket: str) -> None:

@@ -6,10 +6,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoTokenizer
 
 from eagle3_ray.sglang import capture_plugin
@@ -47,6 +50,25 @@ def server_target(cpu_model: Path) -> Iterator[SGLangTarget]:
 @pytest.fixture(scope="module")
 def transformers_target(cpu_model: Path) -> TransformersTarget:
     return TransformersTarget(cpu_model, dtype="float32", device="cpu", batch_tokens=1024)
+
+
+class ByFloat32(TorchFunctionMode):
+    """Products of bfloat16 inputs by way of float32: the same sums and the same rounding of the result.
+
+    A CPU without bfloat16 instructions takes a hundred times as long for its own products of bfloat16.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and args[0].dtype == torch.bfloat16:
+            return func(*(None if one is None else one.float() for one in args), **(kwargs or {})).bfloat16()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def rounding_target(cpu_model: Path) -> TransformersTarget:
+    """In bfloat16; for `capture` under ByFloat32."""
+    with ByFloat32():
+        return TransformersTarget(cpu_model, dtype="bfloat16", device="cpu", batch_tokens=1024)
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +154,11 @@ def test_bfloat16_keeps_nearly_every_choice_and_raises_no_alarm(
     from_server: list[States],
     asked: list[TokenSequence],
     generated: list[Generated],
-    cpu_model: Path,
+    rounding_target: TransformersTarget,
     parts: TargetParts,
 ) -> None:
-    target = TransformersTarget(cpu_model, dtype="bfloat16", device="cpu", batch_tokens=1024)
-    found = target.capture(asked)
+    with ByFloat32():
+        found = rounding_target.capture(asked)
     print("relative errors of bfloat16:", errors_by_layer(found, from_server))
     assert found[0].last_hidden.dtype == torch.bfloat16
     assert float((choices(found, parts) == choices(from_server, parts)).float().mean()) >= 0.97
@@ -237,40 +259,51 @@ def test_clean_answers_raise_no_alarm_and_every_corruption_does(
     assert missed == []
 
 
-def with_noise(target: TransformersTarget) -> TransformersTarget:
-    """A sister checkpoint: 1% of noise in every matrix."""
+@contextmanager
+def noise_in(target: TransformersTarget) -> Iterator[None]:
+    """The target is a sister checkpoint for the block: 1% of noise in every matrix."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in target._decoder.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight += 0.01 * weight.std() * torch.randn_like(weight)
-    return target
+    named = target._decoder.named_parameters()
+    matrices = [weight.detach() for name, weight in named if weight.ndim == 2 and "embed" not in name]
+    held = [weight.clone() for weight in matrices]
+    for weight in matrices:
+        weight += 0.01 * weight.std() * torch.randn_like(weight)
+    try:
+        yield
+    finally:
+        for weight, before in zip(matrices, held, strict=True):
+            weight.copy_(before)
 
 
 def test_answers_of_a_sister_checkpoint_are_found(
-    asked: list[TokenSequence], generated: list[Generated], cpu_model: Path, parts: TargetParts
+    asked: list[TokenSequence],
+    generated: list[Generated],
+    transformers_target: TransformersTarget,
+    parts: TargetParts,
 ) -> None:
-    sister = with_noise(TransformersTarget(cpu_model, dtype="float32", device="cpu", batch_tokens=1024))
-    for states, row in zip(sister.capture(asked), generated, strict=True):
+    with noise_in(transformers_target):
+        found = transformers_target.capture(asked)
+    for states, row in zip(found, generated, strict=True):
         assert OnPolicyLimits().reason(score(states, row, parts)) is not None
 
 
 def test_what_hides_in_the_rounding_of_one_bfloat16_answer_shows_in_all_of_them(
-    generated: list[Generated], cpu_model: Path, parts: TargetParts
+    generated: list[Generated], rounding_target: TransformersTarget, cpu_model: Path, parts: TargetParts
 ) -> None:
-    def reason(target: TransformersTarget, rows: list[Generated]) -> str | None:
-        found = target.capture([row.sequence(str(number)) for number, row in enumerate(rows)])
+    def reason(rows: list[Generated]) -> str | None:
+        with ByFloat32():
+            found = rounding_target.capture([row.sequence(str(number)) for number, row in enumerate(rows)])
         scores = [score(states, row, parts) for states, row in zip(found, rows, strict=True)]
         print(statistics.median(s.relative_difference or 0 for s in scores))
         return OnPolicyLimits().reason_for_all(scores)
 
-    target = TransformersTarget(cpu_model, dtype="bfloat16", device="cpu", batch_tokens=1024)
     assert len(generated) >= 16
-    assert reason(target, generated) is None
+    assert reason(generated) is None
     for name in ("second BOS", "prompt cut on the left", "system message left out"):
         corrupt = kinds(cpu_model)[name]
-        assert reason(target, [corrupt(row, row) for row in generated]) is not None, name
-    assert reason(with_noise(target), generated) is not None
+        assert reason([corrupt(row, row) for row in generated]) is not None, name
+    with noise_in(rounding_target):
+        assert reason(generated) is not None
 
 
 def test_a_killed_server_is_a_dead_target_and_leaves_no_states(

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from eagle3_ray.sglang.probe import ProbeMaterial, Unfit, compare, probe
 from eagle3_ray.sglang.protocol import Refused, Sampling, check, request_body
 from eagle3_ray.sglang.transport import get, open_session, post
-from eagle3_ray.sglang_cpu import Server
+from tests.engine.conftest import PARSER, SHORT_CONTEXT
 from tests.fakes.sglang_server import FakeServer
 
 EOS, VOCABULARY, CONTEXT = 2, 49152, 8192
@@ -23,8 +23,6 @@ SAMPLING = Sampling(
 )
 ONE_TOKEN = replace(SAMPLING, max_new_tokens=1)
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Say <think> and nothing else.")
-SHORT_CONTEXT = 256
-PARSER = "qwen3"  # opens and closes with <think> tags, which the prompts below hold
 
 T = TypeVar("T")
 
@@ -40,10 +38,8 @@ class Engine:
 @pytest.fixture(scope="module", params=["stand-in", "sglang"])
 def engine(request: pytest.FixtureRequest, cpu_model: Path) -> Iterator[Engine]:
     if request.param == "sglang":
-        plain: Server = request.getfixturevalue("cpu_server")
-        arguments = ["--reasoning-parser", PARSER, "--context-length", str(SHORT_CONTEXT)]
-        with Server(cpu_model, args=arguments, kv_tokens=4096) as parsing:
-            yield Engine(plain.url, parsing.url)
+        plain, parsing = (request.getfixturevalue(name) for name in ("cpu_server", "parsing_server"))
+        yield Engine(plain.url, parsing.url)
         return
     fit = {"model_path": str(cpu_model), "tokenizer_dir": str(cpu_model), "vocab_size": VOCABULARY, "eos_id": EOS}
     fit |= {"mean_tokens": 30, "token_latency_s": 0.002}

@@ -45,7 +45,7 @@ def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, int], tuple[list[int
 
 
 def test_each_stored_answer_is_what_the_engine_answers_directly(
-    cluster: Jobs, cpu_model: Path, cpu_server: Server, shared_data: Path, tmp_path: Path
+    cluster: Jobs, cpu_server: Server, parsing_server: Server, shared_data: Path, tmp_path: Path
 ) -> None:
     prompts, run = tmp_path / "prompts", tmp_path / "run"
     prompts.mkdir()
@@ -68,11 +68,8 @@ def test_each_stored_answer_is_what_the_engine_answers_directly(
     again = cluster.run(*arguments)
     assert (again.code, again.summary) == (0, result.summary)
 
-    with Server(cpu_model, args=["--reasoning-parser", "qwen3"]) as parsing:
-        small = words(
-            tmp_path / "parsed", prompts, parsing.url, "prompts.limit=8", "prompts.partitions=B1_gsm8k,B2_codegen"
-        )
-        parsed = cluster.run(*small)
+    few = ["prompts.limit=8", "prompts.partitions=B1_gsm8k,B2_codegen"]
+    parsed = cluster.run(*words(tmp_path / "parsed", prompts, parsing_server.url, *few))
     assert parsed.code == 0, parsed.stderr
     assert "reasoning_parser=qwen3" in parsed.stderr
     whole = by_name(stored)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -15,10 +16,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from eagle3_ray import corpus
-from eagle3_ray.runs import RunDir
+from eagle3_ray import capture, corpus
+from eagle3_ray.config import load
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.states_cache import StatesCache
-from tests.jobs import Jobs, assert_times_add_up
+from tests.jobs import Jobs, Result, assert_times_add_up
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
@@ -64,12 +66,21 @@ def _rows_of(file: Path) -> list[int]:
     return list(json.loads(pq.read_metadata(file).metadata[b"eagle3_ray.shard"])["rows"])
 
 
-def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
-    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    run = make_tiny_run(tmp_path / "run", model, sequences)
+@pytest.fixture(scope="module")
+def whole(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Result]:
+    """A capture that nothing interrupts."""
+    run = make_tiny_run(tmp_path_factory.mktemp("whole") / "run", model, sequences)
     result = cluster.run(*words(run, model), job="capture")
     assert result.code == 0, result.stderr
+    return run, result
+
+
+def test_states_of_every_sequence_are_stored_and_a_second_run_does_nothing(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]]
+) -> None:
+    run, result = whole
     summary = result.summary
     assert_times_add_up(summary)
     assert (summary["expected"], summary["rows"], summary["quarantined"], summary["missing"]) == (60, 60, 0, 0)
@@ -115,18 +126,13 @@ def _with_answer_of(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
     return made
 
 
-def test_other_settings_than_those_of_the_cache_are_refused(
-    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    run = make_tiny_run(tmp_path / "run", model, sequences[:10])
-    assert cluster.run(*words(run, model), job="capture").code == 0
-    result = cluster.run(*words(run, model), "capture.layers=[1,3,5]", job="capture")
-    assert result.code == 2
-    assert "capture.layers was '[2, 4, 5]' and is now '[1, 3, 5]'" in result.stderr
+def test_other_settings_than_those_of_the_cache_are_refused(whole: tuple[Path, Result], model: Path) -> None:
+    with pytest.raises(FingerprintMismatch, match=r"capture\.layers was '\[2, 4, 5\]' and is now '\[1, 3, 5\]'"):
+        capture.run(load("smollm2-cpu", [*words(whole[0], model), "capture.layers=[1,3,5]"]))
 
 
 def test_a_target_with_other_weights_is_refused_before_anything_is_captured(
-    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+    model: Path, sequences: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run = make_tiny_run(tmp_path / "run", model, sequences[:10])
     other = make_tiny_model(tmp_path / "other")
@@ -134,24 +140,23 @@ def test_a_target_with_other_weights_is_refused_before_anything_is_captured(
     with torch.no_grad():
         weights.model.layers[3].mlp.down_proj.weight.mul_(1.5)
     weights.save_pretrained(other)
-    result = cluster.run(*words(run, other), job="capture")
-    assert (result.code, shard_files(run)) == (2, [])
-    assert "target.weights was" in result.stderr
+    with pytest.raises(RunError, match=r"target\.weights was"):
+        capture.run(load("smollm2-cpu", words(run, other)))
+    assert shard_files(run) == []
 
 
 def test_a_damaged_shard_and_no_other_is_captured_again(
-    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, tmp_path: Path
 ) -> None:
-    run = make_tiny_run(tmp_path / "run", model, sequences[:20])
-    assert cluster.run(*words(run, model), job="capture").code == 0
-    torn, *whole = shard_files(run)
+    run = Path(shutil.copytree(whole[0], tmp_path / "run"))
+    torn, *others = shard_files(run)
     torn.write_bytes(torn.read_bytes()[:-50])
-    written = [file.stat().st_mtime_ns for file in whole]
+    written = [file.stat().st_mtime_ns for file in others]
     result = cluster.run(*words(run, model), job="capture")
     assert result.code == 0, result.stderr
     assert f"{torn} is damaged" in result.stderr
-    assert [file.stat().st_mtime_ns for file in whole] == written
-    assert_states_are_the_models(run, model, 20)
+    assert [file.stat().st_mtime_ns for file in others] == written
+    assert_states_are_the_models(run, model, 60)
 
 
 @pytest.mark.parametrize("victim", ["driver", "target"])

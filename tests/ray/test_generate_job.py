@@ -13,7 +13,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from eagle3_ray import generate
+from eagle3_ray.config import load
 from eagle3_ray.rendering import Renderer
+from eagle3_ray.runs import FingerprintMismatch
 from tests.jobs import (
     REPOSITORY,
     Jobs,
@@ -93,9 +96,8 @@ def test_data_of_other_settings_is_refused_until_it_is_set_aside(cluster: Jobs, 
     with fake_server(target) as server:
         words = settings(run, target, prompts, server.url)
         assert cluster.run(*words).code == 0
-        refused = cluster.run(*words, "generate.top_p=0.5")
-        assert refused.code == 2
-        assert "generate.top_p was 1.0 and is now 0.5" in refused.stderr
+        with pytest.raises(FingerprintMismatch, match=r"generate\.top_p was 1\.0 and is now 0\.5"):
+            generate.run(load("smollm2-cpu", [*words, "generate.top_p=0.5"]))
         write_prompts(prompts, 25)
         with fake_server(target, model_seed=5) as other:
             stranger = cluster.run(*settings(run, target, prompts, other.url))
@@ -223,28 +225,16 @@ def test_a_partition_without_its_answer_boundary_stops_the_job_early(
     assert not (run / "generate" / "_SUCCESS").exists()
 
 
-UNFIT = {
-    "another model": ({"model_path": "/models/other"}, "serves '/models/other'"),
-    "speculation": ({"faults": {"speculative": 1.0}, "faults_hit_probe": True}, "speculat"),
-    "an extra BOS": ({"faults": {"extra_bos": 1.0}, "faults_hit_probe": True}, "tokenizer"),
-    "filtered tokens": ({"faults": {"strip_token": 1.0}, "strip_ids": [END_THINK], "faults_hit_probe": True}, ""),
-    "no room": ({"context_length": 40}, "max_new_tokens"),
-}
-
-
-@pytest.mark.parametrize("kind", UNFIT)
-def test_an_unfit_server_stops_the_job_before_the_first_row(
-    kind: str, cluster: Jobs, target: Path, tmp_path: Path
-) -> None:
-    options, words = UNFIT[kind]
+def test_an_unfit_server_stops_the_job_before_the_first_row(cluster: Jobs, target: Path, tmp_path: Path) -> None:
+    """One that filters a special token; tests/unit/test_probe.py has every way to be unfit."""
     prompts, run = write_prompts(tmp_path / "p.jsonl", 5), tmp_path / "run"
-    with fake_server(target, **options) as server:
+    with fake_server(target, faults={"strip_token": 1.0}, strip_ids=[END_THINK], faults_hit_probe=True) as server:
         result = cluster.run(*settings(run, target, prompts, server.url))
         assert row_requests(server) == []
         assert server.running
     assert result.code == 2, result.stderr
     assert "Unfit" in result.stderr
-    assert words in result.stderr
+    assert f"token {END_THINK} was forced" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -12,7 +12,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from eagle3_ray import train
+from eagle3_ray.config import load
 from eagle3_ray.drafter.export import validate
+from eagle3_ray.runs import FingerprintMismatch, RunError
 from eagle3_ray.train_log import read_log
 from tests.jobs import Jobs, Result, assert_times_add_up
 from tests.writing_model import make_tiny_run
@@ -89,10 +92,9 @@ def test_every_supervised_token_of_an_epoch_is_trained_on_once(
     assert result.summary["tokens"] == 6 * epochs[0]
 
 
-def test_a_finished_training_has_nothing_to_do(cluster: Jobs, whole: tuple[Path, Result], model: Path) -> None:
+def test_a_finished_training_has_nothing_to_do(whole: tuple[Path, Result], model: Path) -> None:
     run, result = whole
-    again = cluster.run(*words(run, model), job="train")
-    assert (again.code, again.summary) == (0, result.summary)
+    assert train.run(load("smollm2-cpu", words(run, model))) == result.summary
 
 
 def test_three_kills_leave_a_loss_curve_that_is_equal_to_the_last_bit(
@@ -160,8 +162,8 @@ def test_a_training_from_the_cache_learns_what_one_from_the_stream_does(
     cluster: Jobs, whole: tuple[Path, Result], model: Path, sequences: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run = make_tiny_run(tmp_path / "run", model, sequences)
-    refused = cluster.run(*words(run, model), "train.feed=cache", job="train")
-    assert (refused.code, "jobs/capture.py" in refused.stderr) == (2, True)
+    with pytest.raises(RunError, match=r"Run jobs/capture\.py with this run\.dir first"):
+        train.run(load("smollm2-cpu", [*words(run, model), "train.feed=cache"]))
     assert cluster.run(*words(run, model), job="capture").code == 0
     result = cluster.run(*words(run, model), "train.feed=cache", job="train")
     assert result.code == 0, result.stderr
@@ -184,10 +186,9 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
     assert curve(run) == curve(whole[0])
 
 
-def test_other_settings_are_refused_with_their_name(cluster: Jobs, whole: tuple[Path, Result], model: Path) -> None:
-    result = cluster.run(*words(whole[0], model), "train.learning_rate=1e-4", job="train")
-    assert result.code == 2
-    assert "train.learning_rate was 0.002 and is now 0.0001" in result.stderr
+def test_other_settings_are_refused_with_their_name(whole: tuple[Path, Result], model: Path) -> None:
+    with pytest.raises(FingerprintMismatch, match=r"train\.learning_rate was 0\.002 and is now 0\.0001"):
+        train.run(load("smollm2-cpu", [*words(whole[0], model), "train.learning_rate=1e-4"]))
 
 
 def _wait_for_step(run: Path, step: int, job: subprocess.Popen[str]) -> None:

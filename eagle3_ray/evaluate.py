@@ -29,6 +29,7 @@ from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.table import by_group, table
 from eagle3_ray.acceptance.tally import PLAIN
 from eagle3_ray.config import Config, ConfigError, Evaluate, Target
+from eagle3_ray.drafter.checkpoints import folder_sha
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import EVALUATE, SUCCESS, TRAIN, RunDir, WriterLock
@@ -260,9 +261,9 @@ def _key(
     }
     digest = hashlib.sha256(json.dumps([about, target.fingerprint()]).encode())
     digest.update(repr(questions).encode())
-    for path in sorted(path for drafter in drafters for path in Path(drafter).glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for folder in (Path(drafter) for drafter in drafters):
+        if folder.is_dir():  # an engine that runs elsewhere may call it by a name that is none here
+            digest.update(folder_sha(folder).encode())
     return digest.hexdigest()[:16]
 
 

@@ -25,6 +25,7 @@ from eagle3_ray.batches import steps
 from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
+from eagle3_ray.drafter.checkpoints import folder_sha
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.model_config import text_config
 from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
@@ -196,7 +197,10 @@ def _fingerprint(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
         states["capture.storage"] = "stream"
     start = None
     if train.drafter is not None:
-        start = hashlib.sha256(b"".join(_file_bytes(Path(train.drafter)))).hexdigest()[:16]
+        folder = Path(train.drafter)
+        if not folder.is_dir():
+            raise ConfigError(f"train.drafter={folder} is no folder. Give the folder of a drafter's checkpoint.")
+        start = folder_sha(folder)[:16]
     return {
         **states,
         "train.feed": train.feed,
@@ -204,12 +208,6 @@ def _fingerprint(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
         **{f"train.{name}": getattr(train, name) for name in _NUMBERS},
         "train.dtype": _dtype(train),
     }
-
-
-def _file_bytes(folder: Path) -> list[bytes]:
-    if not folder.is_dir():
-        raise ConfigError(f"train.drafter={folder} is no folder. Give the folder of a drafter's checkpoint.")
-    return [path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors", ".bin")]
 
 
 def _dtype(train: Train) -> str:

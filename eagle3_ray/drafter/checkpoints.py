@@ -66,6 +66,12 @@ def load_drafter(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafte
     return drafter
 
 
+def folder_sha(folder: Path) -> str:
+    """SHA-256 of all that a checkpoint's folder means to an engine: names and bytes of its config and tensors."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    return hashlib.sha256("\n".join(f"{path.name} {sha256_of(path)}" for path in files).encode()).hexdigest()
+
+
 def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:
     """What is missing, unknown or of another shape, one phrase each."""
     problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in tensors]

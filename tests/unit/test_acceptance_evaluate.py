@@ -1,5 +1,6 @@
 """The evaluate stage against stand-in servers: what it reports, and what it keeps when an engine fails."""
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -154,6 +155,26 @@ def test_the_next_job_measures_only_the_engines_that_are_missing(
     assert asked == [0, 6 + 2 * 2]  # the other drafter's 6 prompts, and 2 for each speed
     (tmp_path / "gsm.jsonl").write_text('{"prompt": "another question?"}\n')
     assert evaluate(settings, kept)["engines"]["none"]["answers"] == 3
+
+
+@pytest.mark.parametrize("changed", ["config.json", "pytorch_model.bin", "model.safetensors"])
+def test_a_drafter_that_changed_is_measured_again(
+    settings: EvaluateSettings, kept: Kept, drafted: FakeServer, tmp_path: Path, changed: str
+) -> None:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    for name in ("config.json", "pytorch_model.bin", "model.safetensors", "README.md"):
+        (folder / name).write_text("{}")
+    one = with_section(settings, drafters=[str(folder)])
+    one = replace(one, endpoints=(settings.endpoints[0], (str(folder), drafted.url)))
+    asked = [len(drafted.requests())]
+    for name in ("README.md", changed):
+        evaluate(one, kept)
+        asked.append(len(drafted.requests()))
+        (folder / name).write_text('{"other": 1}')
+    evaluate(one, kept)
+    asked.append(len(drafted.requests()))
+    assert [later - earlier for earlier, later in itertools.pairwise(asked)] == [6 + 2 * 2, 0, 6 + 2 * 2]
 
 
 @pytest.mark.parametrize("damage", ["{", "[]"])

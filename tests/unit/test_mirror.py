@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from eagle3_ray import mirror as mirror_module
 from eagle3_ray import mirror_index as index
 from eagle3_ray.cli import main
 from eagle3_ray.mirror import Mirror, mirrored
@@ -21,6 +23,12 @@ from tests.buckets import s3_bucket
 
 COMPLETE = {"status": "complete", "stopped_by": None, "warnings": []}
 Tree = dict[str, bytes | str]
+
+
+@pytest.fixture(autouse=True)
+def _only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copies but those that a test asks for, and the one at the end."""
+    monkeypatch.setattr(mirror_module, "EVERY_S", 1e6)
 
 
 @pytest.fixture(scope="module")
@@ -227,40 +235,67 @@ def test_a_job_that_goes_on_where_it_was_uploads_only_what_is_new(
     assert upload.startswith("files/logs/generate.jsonl~")
 
 
-def test_rows_are_in_no_index_without_their_commit_and_no_commit_without_its_rows(tmp_path: Path) -> None:
-    """Copies as fast as they go while a job commits as Ray Data does: pending units, rows, a rename."""
-    run, place, blocks = tmp_path / "run", str(tmp_path / "mirror"), 120
+def commits(run: Path, blocks: int) -> Iterator[None]:
+    """A job that commits as Ray Data does, a step at a time: pending units, rows, a rename; behind that it counts."""
     rows, units = run / "generate" / "rows" / "sequences", run / "generate" / "checkpoint"
     rows.mkdir(parents=True)
     units.mkdir()
+    for block in range(blocks):
+        pending = units / f"w_{block:04}.pending.parquet"
+        pending.write_bytes(b"u" * 100)
+        yield
+        with (rows / f"w_{block:04}-0.parquet").open("wb") as file:
+            for _ in range(3):
+                file.write(b"r" * 100)
+                file.flush()
+                yield
+        pending.rename(units / f"w_{block:04}.parquet")
+        yield
+        write(run / "manifest.json", f"{block + 1:04}")
+        yield
 
-    def job() -> None:
-        for block in range(blocks):
-            pending = units / f"w_{block:04}.pending.parquet"
-            pending.write_bytes(b"u" * 100)
-            with (rows / f"w_{block:04}-0.parquet").open("wb") as file:
-                for _ in range(10):
-                    file.write(b"r" * 100)
-                    file.flush()
-            pending.rename(units / f"w_{block:04}.parquet")
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_in_no_index_without_their_commit_and_no_commit_without_its_rows(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes a step further at any moment of a copy: amid a look, and before an upload."""
+    run, place, blocks = tmp_path / "run", str(tmp_path / "mirror"), 25
+    job, dice = commits(run, blocks), random.Random(seed)
+    look, upload = index._look, Mirror._upload
+
+    def goes_on() -> None:
+        if dice.random() < 0.01:
+            for _ in range(dice.randint(1, 7)):
+                next(job, None)
+
+    def with_a_job(folder: Path, prefix: str) -> Iterator[Any]:
+        for found in look(folder, prefix):
+            yield found
+            goes_on()
+
+    monkeypatch.setattr(index, "_STREAMS", 1)
+    monkeypatch.setattr(index, "_look", with_a_job)
+    monkeypatch.setattr(Mirror, "_upload", lambda mirror, *file: (goes_on(), upload(mirror, *file))[1])
     counts = []
-    worker = threading.Thread(target=job)
     with Mirror(run, place, nobody) as mirror:
-        worker.start()
         while not counts or counts[-1] < blocks:
-            with suppress(OSError):  # it does not stand still for two looks
+            for _ in range(dice.randint(1, 7)):
+                next(job, None)
+            with suppress(OSError):  # it did not stand still for two looks
                 mirror.copy()
             files = index.read(ObjectStore(place))
             committed = {Path(path).stem for path in files if path.startswith("generate/checkpoint/")}
-            whole = {
+            rows = {
                 Path(path).stem.removesuffix("-0"): entry["size"] for path, entry in files.items() if "rows" in path
             }
-            assert whole == dict.fromkeys(committed, 1000)
+            assert rows == dict.fromkeys(committed, 300)
+            [counted] = [entry["parts"][0][0] for path, entry in files.items() if path == "manifest.json"] or [None]
+            count = int((tmp_path / "mirror" / "files" / counted).read_text()) if counted else 0
+            assert count in (len(committed) - 1, len(committed))
             counts.append(len(committed))
-    worker.join()
     assert counts == sorted(counts)
-    assert len(set(counts)) > 3, "the job was over before it was looked at"
+    assert len(set(counts)) > 4
 
 
 def test_what_is_set_aside_or_removed_is_so_in_the_mirror(tmp_path: Path) -> None:

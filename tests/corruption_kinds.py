@@ -284,7 +284,7 @@ KINDS = (
     ),
     Kind(
         "tokens",
-        "answers of a sister checkpoint (1% noise in its weights)",
+        "answers of a sister checkpoint (1% noise in its weights, in bfloat16 2%)",
         "CaptureError for all together",
         "engine/test_capture_backends.py::test_answers_of_a_sister_checkpoint_are_found",
     ),

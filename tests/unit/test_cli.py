@@ -101,6 +101,9 @@ def test_a_full_disk_or_a_lost_cluster_is_a_stop(
 def test_a_signal_before_the_stages_own_work_is_an_orderly_stop(
     number: int, by: str, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if number == signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+
     def run(config: Config) -> dict[str, Any]:
         signal.raise_signal(number)
         raise AssertionError("the signal did nothing")

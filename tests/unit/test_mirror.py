@@ -376,6 +376,27 @@ def test_a_second_machine_takes_the_run_over_and_stops_the_first(place: str, tmp
     assert index.objects(index.read(ObjectStore(place))) == ObjectStore(place).names(index.FILES)
 
 
+def test_a_command_whose_run_went_on_elsewhere_ends_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, place, second = begun(tmp_path / "run"), tmp_path / "mirror", tmp_path / "second"
+    monkeypatch.setattr(mirror_module, "EVERY_S", 0.05)
+
+    def work(_: Any) -> dict[str, Any]:
+        copied(second, str(place))
+        try:
+            threading.Event().wait()
+        except SystemExit:
+            return COMPLETE | {"status": "stopped", "stopped_by": "SIGTERM"}
+        raise AssertionError
+
+    assert main("", work, lambda _: "", words(run, place)) == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["status"], summary["mirror"]["complete"]) == ("stopped", False)
+    assert summary["stopped_by"].startswith("the run went on elsewhere, by the job of 20")
+    assert summary["stopped_by"].endswith(f"in {second}")
+
+
 def test_a_store_that_goes_away_does_not_stop_the_job_and_the_summary_says_how_far_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 audit: $(VENV)/.dev
-	@$(BIN)/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	@$(PIP) pip-audit==2.10.1
 	@mkdir -p build
 	@$(BIN)/pip freeze --exclude-editable > build/installed.txt
 	@$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/installed.txt || { \

@@ -30,7 +30,7 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.runs import CAPTURE, GENERATE, RunDir, RunError, WriterLock, command
 from eagle3_ray.stages import carried_out
-from eagle3_ray.states_cache import about, read_scores, sweep
+from eagle3_ray.states_cache import about, read_scores
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.on_policy import OnPolicyLimits
@@ -66,7 +66,6 @@ def run(config: Config) -> dict[str, Any]:
         cluster.connect()
         cluster.require(need(config.capture))
         run_dir.claim(CAPTURE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
-        sweep(run_dir.stage(CAPTURE) / "shards")
         progress = Progress(plan)
         stopped_by = None
         try:

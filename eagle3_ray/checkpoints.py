@@ -11,7 +11,6 @@ writing it cannot be resumed (watched with Ray 2.60). Here the folders themselve
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from eagle3_ray.runs import RunError
 from eagle3_ray.torch_files import UnreadableTorchFile, load_plain, sha256_of
+from eagle3_ray.whole_files import temporary
 
 _STATE, _ABOUT, _BEST = "state.pt", "about.json", "best"
 
@@ -47,15 +47,15 @@ class Checkpoint:
 def save(folder: Path, next_step: int, plan: str, state: Mapping[str, Any], best: bool) -> None:
     """Writes a checkpoint, points `best` at it if it is, and deletes all but the last two and the best."""
     place = folder / f"{next_step:08}"
-    temporary = folder / f".{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
-    torch.save(dict(state), temporary / _STATE)
-    about = {"next_step": next_step, "plan": plan, "sha256": sha256_of(temporary / _STATE)}
-    (temporary / _ABOUT).write_text(json.dumps(about) + "\n")
+    fresh = temporary(place)
+    fresh.mkdir(parents=True)
+    torch.save(dict(state), fresh / _STATE)
+    about = {"next_step": next_step, "plan": plan, "sha256": sha256_of(fresh / _STATE)}
+    (fresh / _ABOUT).write_text(json.dumps(about) + "\n")
     shutil.rmtree(place, ignore_errors=True)
-    os.replace(temporary, place)
+    os.replace(fresh, place)
     if best:
-        link = folder / f".{uuid.uuid4().hex}"
+        link = temporary(folder / _BEST)
         link.symlink_to(place.name)
         os.replace(link, folder / _BEST)
     kept = {path.name for path in _folders(folder)[-2:]} | {_best_name(folder)}
@@ -76,15 +76,6 @@ def best(folder: Path, plan: str) -> Checkpoint | None:
     """The checkpoint that validated best, if it is whole and one of this folder."""
     name = _best_name(folder)
     return next((_read(path, plan) for path in _folders(folder) if path.name == name), None)
-
-
-def sweep(folder: Path) -> None:
-    """Removes what a killed job was writing."""
-    for path in folder.glob(".*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _read(path: Path, plan: str) -> Checkpoint | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_ray.json_files import read_object
+from eagle3_ray.whole_files import sweep, temporary
 
 SUCCESS = "_SUCCESS"
 GENERATE, CAPTURE, TRAIN, EVALUATE = "generate", "capture", "train", "evaluate"
@@ -80,10 +81,13 @@ class RunDir:
     def claim(self, stage: str, fingerprint: Fingerprint, about: Mapping[str, Any]) -> None:
         """Writes the stage's fingerprint into the manifest, or checks it; the stage counts as not complete.
 
+        What a killed job was writing is removed.
+
         Raises:
             FingerprintMismatch: the stage has data that was made with other settings.
         """
         self.check(stage, fingerprint)
+        sweep(self.stage(stage))
         (self.stage(stage) / SUCCESS).unlink(missing_ok=True)
         manifest = self.manifest()
         entry = manifest.setdefault(stage, {"fingerprint": dict(fingerprint), "created": _now(), "starts": 0})
@@ -130,7 +134,8 @@ class RunDir:
         return self.succeeded(stage) and read_json(self.stage(stage) / SUCCESS, remedy).get("plan") == plan
 
     def succeed(self, stage: str, plan: str) -> None:
-        """Marks the stage's data as complete for the plan of that key."""
+        """Marks the stage's data as complete for the plan of that key, after removing what its killed actors left."""
+        sweep(self.stage(stage))
         write_json(self.stage(stage) / SUCCESS, {"plan": plan})
 
     def quarantine(self, stage: str) -> Path:
@@ -227,9 +232,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes UTF-8 so that a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    fresh = temporary(path)
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
 
 
 def _now() -> str:

@@ -13,7 +13,6 @@ a sequence reads its row group.
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+
+from eagle3_ray.whole_files import temporary
 
 STATES = 4
 """Hidden states that are kept of each token: three auxiliary ones and the last."""
@@ -105,7 +106,7 @@ class ShardWriter:
         self._about = dict(about)
         self._rows: list[int] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}")
+        self._temporary = temporary(path)
         self._writer = pq.ParquetWriter(
             self._temporary, _SCHEMA, compression="none", use_dictionary=False, write_page_checksum=True
         )
@@ -234,9 +235,3 @@ def read_scores(path: Path) -> pa.Table:
         return pq.read_table(path, schema=SCORES_SCHEMA, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise DamagedShard(path, str(error).splitlines()[0]) from None
-
-
-def sweep(folder: Path) -> None:
-    """Removes what a killed job was writing."""
-    for path in folder.glob(".*"):
-        path.unlink()

@@ -80,7 +80,6 @@ def run(config: Config) -> dict[str, Any]:
         run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
         folder = run_dir.stage(STAGE)
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoints.sweep(folder / "checkpoints")
         (folder / STOP).unlink(missing_ok=True)
         settings = _settings(run_dir, config, sequences, target, plan, lock.token)
         stopped_by = None

@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 import pyarrow.dataset as ds
 
 from tests.fakes.sglang_server import FakeServer, answer
+from tests.forks import REPOSITORY, Job, preload_jobs
 from tests.tiny_target import IM_END, VOCAB_SIZE
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_NEW_TOKENS = 40
 
 
@@ -40,16 +39,18 @@ class Jobs:
     gcs: str
     dashboard: str
 
-    def start(self, *words: str | Path, job: str = "generate") -> subprocess.Popen[str]:
+    def __post_init__(self) -> None:
+        preload_jobs()
+
+    def start(self, *words: str | Path, job: str = "generate") -> Job:
         """Starts `python jobs/JOB.py smollm2-cpu ...` as a driver of the cluster."""
-        command = [sys.executable, f"jobs/{job}.py", "smollm2-cpu", *map(str, words)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, cwd=REPOSITORY, env=self.environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+        return Job(f"jobs/{job}.py", ["smollm2-cpu", *map(str, words)], self.environment())
 
     def run(self, *words: str | Path, job: str = "generate") -> Result:
         """Runs the job to its end."""
         process = self.start(*words, job=job)
         stdout, stderr = process.communicate(timeout=900)
+        assert process.returncode is not None
         return Result(process.returncode, stdout, stderr)
 
     def environment(self) -> dict[str, str]:
@@ -85,6 +86,11 @@ def settings(run: Path, target: Path, prompts: Path, *urls: str) -> list[str]:
         f"generate.max_new_tokens={MAX_NEW_TOKENS}",
         "audit.loop_tokens=32",
     ]
+
+
+def left_by_killed_writers(run: Path) -> list[Path]:
+    """What was being written when its writer died, and is under its temporary name still."""
+    return [path for path in run.rglob(".*") if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name)]
 
 
 def write_prompts(path: Path, count: int, start: int = 0) -> Path:
@@ -138,7 +144,7 @@ def sequence_of(request: dict[str, Any]) -> str:
     return str(request["rid"]).split("-")[0]
 
 
-def wait_for_requests(server: FakeServer, count: int, job: subprocess.Popen[str] | None = None) -> None:
+def wait_for_requests(server: FakeServer, count: int, job: Job | None = None) -> None:
     """Returns when the server has seen that many requests for rows; fails when the job ends before."""
     deadline = time.monotonic() + 120
     while len(row_requests(server)) < count:

@@ -25,6 +25,7 @@ from eagle3_ray.drafter.checkpoints import (
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.torch_files import sha256_of
+from eagle3_ray.whole_files import temporary
 
 WEIGHTS = "model.safetensors"
 
@@ -43,8 +44,7 @@ def export(
     Raises:
         CheckpointError: what was written does not read back as this drafter.
     """
-    fresh, old = (folder.with_name(f".{folder.name}.{part}.{os.getpid()}") for part in ("new", "old"))
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh, old = temporary(folder), temporary(folder)
     fresh.mkdir(parents=True)
     config = drafter.config.to_json() | {"dtype": str(dtype).removeprefix("torch.")}
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")

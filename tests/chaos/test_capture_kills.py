@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,8 @@ import psutil
 import pytest
 
 from eagle3_ray.target.sglang_server import SHARED_MEMORY
-from tests.jobs import Jobs
+from tests.forks import Job
+from tests.jobs import Jobs, left_by_killed_writers
 from tests.ray.test_capture_job import assert_states_are_the_models, shard_files, words
 from tests.writing_model import make_tiny_model, make_tiny_run, written_by
 
@@ -55,7 +55,7 @@ def test_no_kill_loses_or_doubles_a_sequence(
         _, stderr = job.communicate(timeout=200)
         assert job.returncode == 0, stderr
         assert_states_are_the_models(run, model, SEQUENCES)
-        assert list((run / "capture" / "shards").glob(".*")) == []
+        assert left_by_killed_writers(run) == []
 
 
 def test_a_killed_engine_is_started_again_and_its_batch_is_captured_once(
@@ -77,7 +77,7 @@ def test_a_killed_engine_is_started_again_and_its_batch_is_captured_once(
     assert [path for path in SHARED_MEMORY.glob("*/*") if path.name != "owner.lock"] == []
 
 
-def _wait(job: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+def _wait(job: Job, reached: Callable[[], bool]) -> None:
     """Until the job got there; one that completed meanwhile got there, too."""
     deadline = time.monotonic() + 300
     while not reached():

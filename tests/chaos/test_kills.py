@@ -4,7 +4,6 @@ import collections
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from tests.fakes.sglang_server import FakeServer
+from tests.forks import Job
 from tests.jobs import Jobs, assert_sound, fake_server, row_requests, rows, sequence_of, settings, write_prompts
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
@@ -61,7 +61,7 @@ def test_no_kill_loses_or_doubles_a_row(cluster: Jobs, target: Path, tmp_path: P
     assert repeated <= IN_FLIGHT * len(kinds)
 
 
-def wait_until_generating(job: subprocess.Popen[str], *servers: FakeServer, answers: int) -> None:
+def wait_until_generating(job: Job, *servers: FakeServer, answers: int) -> None:
     """Returns when the job has sent that many requests more; fails when it ends before."""
     goal = len(row_requests(*servers)) + answers
     deadline = time.monotonic() + 90

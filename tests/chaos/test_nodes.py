@@ -3,13 +3,13 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Job
 from tests.jobs import assert_sound, rows, settings, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
@@ -66,7 +66,7 @@ def eventually_some(processes: Callable[[], list[int]]) -> list[int]:
     return found
 
 
-def wait_for_answers(job: subprocess.Popen[str], folder: Path, answers: int) -> None:
+def wait_for_answers(job: Job, folder: Path, answers: int) -> None:
     """Returns when the servers have given so many answers more; fails when the job ends before."""
 
     def count() -> int:

@@ -27,12 +27,9 @@ from aiohttp import web
 from tests.fakes.fake_engine import FAULTS, Options
 from tests.fakes.fake_http import FakeSglang
 from tests.fakes.fake_model import answer, token_logprobs
+from tests.forks import FORKS
 
 __all__ = ["FAULTS", "FakeServer", "Options", "answer", "token_logprobs"]
-
-# each stand-in is forked from a process that has imported all this once and has no threads
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.fakes.sglang_server"])
 
 
 class FakeServer:
@@ -65,8 +62,8 @@ class FakeServer:
         return self._process is not None and self._process.is_alive()
 
     def start(self) -> None:
-        mine, theirs = _FORKS.Pipe(duplex=False)
-        self._process = _FORKS.Process(
+        mine, theirs = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(
             target=_serve, args=(self.port, asdict(self.options), self._log.name, theirs), daemon=True
         )
         self._process.start()

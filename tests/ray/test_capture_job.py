@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from eagle3_ray import capture, corpus
 from eagle3_ray.config import load
 from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.states_cache import StatesCache
-from tests.jobs import Jobs, Result, assert_times_add_up
+from tests.forks import Job
+from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
@@ -177,10 +177,10 @@ def test_a_kill_loses_and_repeats_nothing(
         assert job.returncode == 0, stderr
         assert json.loads(stdout.splitlines()[-1])["rows"] == 60
     assert_states_are_the_models(run, model, 60)
-    assert list((run / "capture" / "shards").glob(".*")) == []
+    assert left_by_killed_writers(run) == []
 
 
-def _wait_for_shards(run: Path, count: int, job: subprocess.Popen[str]) -> None:
+def _wait_for_shards(run: Path, count: int, job: Job) -> None:
     deadline = time.monotonic() + 120
     while len(shard_files(run)) < count:
         assert job.poll() is None, job.communicate()[1]

@@ -2,7 +2,6 @@
 
 import collections
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from eagle3_ray import mirror_index
 from eagle3_ray.object_store import ObjectStore
 from tests.buckets import s3_bucket
+from tests.forks import Job
 from tests.jobs import (
     Jobs,
     assert_sound,
@@ -36,7 +36,7 @@ def mirrored_answers(mirror: str, to: Path) -> set[str]:
     return stored | {line[:32].decode() for line in lines}
 
 
-def wait_for_journals(mirror: str, job: subprocess.Popen[str]) -> None:
+def wait_for_journals(mirror: str, job: Job) -> None:
     """Returns when the mirror holds answers that are in no Parquet file yet; fails when the job ends before."""
     deadline = time.monotonic() + 120
     while not any(entry["size"] for path, entry in mirror_index.read(ObjectStore(mirror)).items() if "journal" in path):

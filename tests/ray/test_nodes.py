@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Job
 from tests.jobs import Jobs, assert_sound, rows, settings, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
@@ -29,7 +29,7 @@ def words(run: Path, target: Path, prompts: Path, folder: Path, **options: float
     return [word for word in settings(run, target, prompts) if "endpoints" not in word] + own
 
 
-def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], job: Job) -> None:
     deadline = time.monotonic() + 200
     while not condition():
         if job.poll() is not None:

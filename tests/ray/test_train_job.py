@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from eagle3_ray.config import load
 from eagle3_ray.drafter.export import validate
 from eagle3_ray.runs import FingerprintMismatch, RunError
 from eagle3_ray.train_log import read_log
-from tests.jobs import Jobs, Result, assert_times_add_up
+from tests.forks import Job
+from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers
 from tests.writing_model import make_tiny_run
 
 
@@ -109,6 +109,7 @@ def test_three_kills_leave_a_loss_curve_that_is_equal_to_the_last_bit(
     result = cluster.run(*words(run, model), job="train")
     assert result.code == 0, result.stderr
     assert curve(run) == curve(whole[0])
+    assert left_by_killed_writers(run) == []
 
 
 def test_sigterm_saves_the_step_in_hand_and_the_next_job_goes_on_from_it(
@@ -138,6 +139,7 @@ def test_a_killed_worker_is_replaced_within_the_job(
     _, stderr = job.communicate(timeout=200)
     assert job.returncode == 0, stderr
     assert curve(run) == curve(whole[0])
+    assert left_by_killed_writers(run) == []
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -191,7 +193,7 @@ def test_other_settings_are_refused_with_their_name(whole: tuple[Path, Result], 
         train.run(load("smollm2-cpu", [*words(whole[0], model), "train.learning_rate=1e-4"]))
 
 
-def _wait_for_step(run: Path, step: int, job: subprocess.Popen[str]) -> None:
+def _wait_for_step(run: Path, step: int, job: Job) -> None:
     deadline = time.monotonic() + 150
     while not any(line["step"] >= step for line in read_log(run / "train" / "steps.jsonl")):
         assert job.poll() is None, job.communicate()[1]

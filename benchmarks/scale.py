@@ -14,7 +14,6 @@ of_the_servers     requests/s with one node / what its server can do at most
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from tests.forks import Job  # noqa: E402
 from tests.jobs import settings, write_prompts  # noqa: E402
 from tests.nodes import Nodes, launch, requests_at  # noqa: E402
 from tests.tiny_target import make_tiny_target  # noqa: E402
@@ -67,7 +67,7 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def start(nodes: Nodes, target: Path, folder: Path, rows: int) -> tuple[subprocess.Popen[str], Path]:
+def start(nodes: Nodes, target: Path, folder: Path, rows: int) -> tuple[Job, Path]:
     """A job of that many rows, and the folder of its servers' logs."""
     servers = folder / "servers"
     command = launch(servers, target, base_latency_s=LATENCY_S, max_running=RUNNING)
@@ -77,7 +77,7 @@ def start(nodes: Nodes, target: Path, folder: Path, rows: int) -> tuple[subproce
     return nodes.jobs.start(*[word for word in words if "endpoints" not in word], *own), servers
 
 
-def finish(job: subprocess.Popen[str]) -> None:
+def finish(job: Job) -> None:
     _, errors = job.communicate(timeout=900)
     if job.returncode != 0:
         raise SystemExit(f"the job ended with {job.returncode}:\n{errors[-4000:]}")

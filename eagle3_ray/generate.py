@@ -313,7 +313,7 @@ def _summarise(
     run_dir: RunDir, config: Config, the_plan: Plan, view: telemetry.View, stopped_by: str | None, wall_s: float
 ) -> dict[str, Any]:
     """Counts the data itself and says whether the run is complete."""
-    begun = time.time() - wall_s
+    begun = time.monotonic() - wall_s
     counting = ray.remote(Ledger.count).options(num_cpus=LIGHT)
     counts = ray.get(counting.remote(Ledger(run_dir), sorted(config.audit.boundary_ids)))
     failed = the_plan.expected - counts["rows"] - counts["rejected"]

@@ -60,6 +60,8 @@ class Generator:
         self._lengths = AnswerLengths(settings.sampling.max_new_tokens)
         self._metrics = GenerateMetrics()
         self._report = Report({}, {}, {})
+        self._first_request: float | None = None
+        self._last_answer: float | None = None
         self._fleet = Fleet(
             settings.facts,
             lambda: open_session(settings.api_key, settings.request_timeout_s),
@@ -109,7 +111,8 @@ class Generator:
                     prompt_ids = self._next_prompt(unit, [row["output_ids"] for row in rows])
                 if reason is None:
                     self._check_length(prompt_ids)
-                    answer = await self._answer(unit, turn, prompt_ids)
+                    near = rows[-1]["endpoint"] if rows else None
+                    answer = await self._answer(unit, turn, prompt_ids, near)
                     reason = answer.pop("reason")
             except (BadPrompt, Refused) as error:
                 reason = str(error)
@@ -169,8 +172,8 @@ class Generator:
                 f"generate.max_new_tokens={self._settings.sampling.max_new_tokens}"
             )
 
-    async def _answer(self, unit: Row, turn: int, prompt_ids: list[int]) -> Row:
-        """The answer's columns and the audit's `reason`, from the journal or from a server."""
+    async def _answer(self, unit: Row, turn: int, prompt_ids: list[int], near: str | None) -> Row:
+        """The answer's columns and the audit's `reason`, from the journal or from a server (see Fleet.generate)."""
         name = sequence_id(unit["partition"], unit["prompt_id"], turn, unit["sample_index"])
         answer = self._journal.get(name)
         partition = unit["partition"]
@@ -178,9 +181,9 @@ class Generator:
         if answer is not None and answer["token_sha"] == token_sha(prompt_ids, answer["output_ids"]):
             counts.journaled += 1
         else:
-            self._report.first_request = self._report.first_request or time.time()
+            self._first_request = self._first_request or time.monotonic()
             checked, url, latency_s, attempts = await self._fleet.generate(
-                name, prompt_ids, self._lengths.expected(partition)
+                name, prompt_ids, self._lengths.expected(partition), near
             )
             answer = {
                 **asdict(checked),
@@ -190,7 +193,7 @@ class Generator:
                 "token_sha": token_sha(prompt_ids, checked.output_ids),
             }
             self._journal.append(name, answer)
-            self._report.last_answer = time.time()
+            self._last_answer = time.monotonic()
             counts.output_tokens += len(checked.output_ids)
             self._metrics.answered(url, len(checked.output_ids), latency_s)
             self._lengths.learn(partition, len(checked.output_ids))
@@ -236,5 +239,8 @@ class Generator:
                 endpoint.retries,
             )
             self._metrics.endpoint(url, endpoint.in_flight, endpoint.healthy, endpoint.budget, endpoint.retries)
+        now = time.monotonic()
+        self._report.since_first_request_s = None if self._first_request is None else now - self._first_request
+        self._report.since_last_answer_s = None if self._last_answer is None else now - self._last_answer
         reason: str | None = await self._telemetry.report.remote(self._name, self._report)
         return reason

@@ -55,14 +55,14 @@ class Report:
     partitions: dict[str, PartitionCounts]
     evidence: dict[str, Evidence]
     endpoints: dict[str, EndpointState]
-    first_request: float | None = None
-    last_answer: float | None = None
+    since_first_request_s: float | None = None
+    since_last_answer_s: float | None = None
     last_failure: str | None = None
 
 
 @dataclass
 class View:
-    """The reports of all actors together."""
+    """The reports of all actors together. Instants are of this node's monotonic clock, which nobody sets."""
 
     partitions: dict[str, PartitionCounts] = field(default_factory=dict)
     endpoints: dict[str, EndpointState] = field(default_factory=dict)
@@ -147,7 +147,8 @@ class Telemetry:
         )
         now = time.monotonic()
         for writer, report in self._reports.items():
-            lost = now - self._heard[writer] > _SILENT_S
+            heard = self._heard[writer]
+            lost = now - heard > _SILENT_S
             for name, counts in report.partitions.items():
                 total = view.partitions.setdefault(name, PartitionCounts())
                 for key, value in vars(counts).items():
@@ -164,9 +165,12 @@ class Telemetry:
                     }
                 )
             view.last_failure = report.last_failure or view.last_failure
-            starts = [t for t in (view.first_request, report.first_request) if t is not None]
-            ends = [t for t in (view.last_answer, report.last_answer) if t is not None]
-            view.first_request, view.last_answer = min(starts, default=None), max(ends, default=None)
+            if report.since_first_request_s is not None:
+                first = heard - report.since_first_request_s
+                view.first_request = first if view.first_request is None else min(view.first_request, first)
+            if report.since_last_answer_s is not None:
+                last = heard - report.since_last_answer_s
+                view.last_answer = last if view.last_answer is None else max(view.last_answer, last)
         return view
 
     def _follow_best(self, view: View) -> None:

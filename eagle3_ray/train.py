@@ -32,7 +32,7 @@ from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetFiles, resolve
 from eagle3_ray.target.layers import resolve_layers
-from eagle3_ray.train_log import LOG, Watch, read_log
+from eagle3_ray.train_log import LOG, Watch, read_log, seconds_of
 from eagle3_ray.trainer import FINISHED, INITIAL, STOP, TrainSettings, train_loop
 
 STAGE = "train"
@@ -82,9 +82,9 @@ def run(config: Config) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP).unlink(missing_ok=True)
         settings = _settings(run_dir, config, sequences, target, plan, lock.token)
-        stopped_by = None
+        stopped_by, watch = None, Watch(folder / LOG)
         try:
-            with Watch(folder / LOG):
+            with watch:
                 _fit(config.train, settings, run_dir.manifest()[STAGE]["starts"])
         except (ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             stopped_by = explain(_cause(error))
@@ -94,7 +94,7 @@ def run(config: Config) -> dict[str, Any]:
             ray.kill(states_source)  # its GPUs are for the next stage
         if (folder / STOP).exists():
             stopped_by = "SIGTERM"
-        summary = _summarise(run_dir, settings, target, stopped_by, started)
+        summary = _summarise(run_dir, settings, target, watch, stopped_by, started)
         run_dir.write_summary(STAGE, summary)
         if summary["status"] == "complete":
             run_dir.succeed(STAGE, plan)
@@ -295,7 +295,7 @@ def _targets(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetF
 
 
 def _summarise(
-    run_dir: RunDir, settings: TrainSettings, target: TargetFiles, stopped_by: str | None, started: float
+    run_dir: RunDir, settings: TrainSettings, target: TargetFiles, watch: Watch, stopped_by: str | None, started: float
 ) -> dict[str, Any]:
     """Reads what the workers left, and exports the best drafter where the training is finished."""
     folder = settings.folder
@@ -320,9 +320,7 @@ def _summarise(
         launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
     newest = checkpoints.latest(folder / "checkpoints", settings.plan)
     wall_s = time.monotonic() - started
-    begun = time.time() - wall_s
-    ours = [line for line in trained if line["time"] > begun]  # of this job, not of one that it goes on from
-    seconds = sum(map(_seconds, trained))
+    seconds = sum(map(seconds_of, trained))
     tokens = sum(line["tokens"] for line in trained)
     return {
         "stage": STAGE,
@@ -338,17 +336,12 @@ def _summarise(
         "drafter_dir": drafter_dir,
         "launch": launch,
         "wall_s": round(wall_s, 1),
-        "start_up_s": round(ours[0]["time"] - _seconds(ours[0]) - begun, 1) if ours else None,
-        "busy_s": round(sum(_seconds(line) * (1 - line["wait_share"]) for line in ours), 1),
+        "start_up_s": None if watch.first_step is None else round(watch.first_step - started, 1),
+        "busy_s": round(sum(seconds_of(line) * (1 - line["wait_share"]) for line in watch.own(trained)), 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
         "warnings": [],
     }
-
-
-def _seconds(line: dict[str, Any]) -> float:
-    """How long the step of a line of the log took."""
-    return float(line["tokens"] / line["tokens_per_second"])
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -16,6 +16,7 @@ from eagle3_ray.trackers import Trackers
 
 LOG = "steps.jsonl"
 _SAY_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.5  # until the first step
 
 
 class StepLog:
@@ -23,7 +24,9 @@ class StepLog:
 
     def __init__(self, folder: Path, plan: str, first: int) -> None:
         path = folder / LOG
-        kept = [line for line in read_log(path) if line["step"] <= first]
+        lines = read_log(path)
+        self._number = _newest(lines)
+        kept = [line for line in lines if line["step"] <= first]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
         self._file = path.open("a", buffering=1)
         self._write({"step": first, "started": True})
@@ -44,7 +47,8 @@ class StepLog:
         self._write({"step": done, "checkpoint": True, "best": best})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({**line, "time": time.time()}) + "\n")
+        self._number += 1  # and never back, though lines are cut off
+        self._file.write(json.dumps({**line, "line": self._number, "time": time.time()}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -64,7 +68,8 @@ def _read_line(line: bytes) -> dict[str, Any] | None:
         read = json.loads(line)
     except ValueError:
         return None
-    return read if isinstance(read, dict) and isinstance(read.get("step"), int) else None
+    whole = isinstance(read, dict) and isinstance(read.get("step"), int) and isinstance(read.get("line"), int)
+    return read if whole else None
 
 
 class Watch:
@@ -74,8 +79,10 @@ class Watch:
         self._path = path
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._told = _newest(read_log(path))
+        self._told = self._before = _newest(read_log(path))
         self._starts = 0
+        self.first_step: float | None = None
+        """When the first step of this job began, by this process's monotonic clock."""
 
     def __enter__(self) -> "Watch":
         self._thread.start()
@@ -86,13 +93,17 @@ class Watch:
         self._thread.join()
         self._tell()
 
+    def own(self, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of this job, and not of one that it goes on from."""
+        return [line for line in lines if line["line"] > self._before]
+
     def _run(self) -> None:
-        while not self._end.wait(_SAY_EVERY_S):
+        while not self._end.wait(_LOOK_EVERY_S if self.first_step is None else _SAY_EVERY_S):
             self._tell()
 
     def _tell(self) -> None:
         lines = read_log(self._path)
-        new = [line for line in lines if line["time"] > self._told]  # not by number: a restart cuts lines off
+        new = [line for line in lines if line["line"] > self._told]
         self._told = max(self._told, _newest(lines))
         for line in new:
             self._log(line)
@@ -100,6 +111,7 @@ class Watch:
                 print(_validation_text(line), file=sys.stderr)
         trained = [line for line in new if "loss" in line]
         if trained:
+            self.first_step = self.first_step or time.monotonic() - sum(map(seconds_of, trained))
             print(_step_text(trained[-1]), file=sys.stderr)
 
     def _log(self, line: Mapping[str, Any]) -> None:
@@ -113,9 +125,14 @@ class Watch:
             run_log.event("sequences set aside", logging.WARNING, step=line["step"], sequences=line["set_aside"])
 
 
-def _newest(lines: Sequence[Mapping[str, Any]]) -> float:
-    """The time of the last line, by the clock of the worker that wrote it."""
-    return max((line["time"] for line in lines), default=0.0)
+def seconds_of(line: Mapping[str, Any]) -> float:
+    """How long the step of a line took."""
+    return float(line["tokens"] / line["tokens_per_second"])
+
+
+def _newest(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the last line."""
+    return max((line["line"] for line in lines), default=0)
 
 
 def _level(bad: bool) -> int:

@@ -96,7 +96,7 @@ def _train(whole: WholeRun) -> None:
     for step in (3, 6):
         state = {"model": drafter.state_dict(), "best": 1.5, "unimproved": 0}
         checkpoints.save(folder / "checkpoints", step, TRAINING, state, best=step == 3)
-    log = [{"step": step, "of": 6, "loss": 3.0 / step} for step in range(1, 7)]
+    log = [{"step": step, "of": 6, "loss": 3.0 / step, "line": step} for step in range(1, 7)]
     (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     write_json(folder / "finished.json", {"plan": TRAINING, "step": 6})
     whole.run.claim("train", {"train.seed": 0}, {})

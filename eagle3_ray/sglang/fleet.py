@@ -119,7 +119,7 @@ class Fleet:
         self._max_in_flight = max_in_flight
         self._attempts = attempts
         self._outage_limit_s = outage_limit_s
-        self._waiting: deque[tuple[int, asyncio.Future[Endpoint]]] = deque()
+        self._waiting: deque[tuple[int, str | None, asyncio.Future[Endpoint]]] = deque()
         self._healthy_since = time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         self.stopped: BaseException | None = None
@@ -158,7 +158,7 @@ class Fleet:
     def stop(self, reason: BaseException) -> None:
         """Makes every request that waits, and every later one, raise `reason`."""
         self.stopped = reason
-        for _, future in self._waiting:
+        for _, _, future in self._waiting:
             if not future.done():
                 future.set_exception(reason)
         self._waiting.clear()
@@ -168,9 +168,11 @@ class Fleet:
         return sum(endpoint.in_flight for endpoint in self.endpoints.values())
 
     async def generate(
-        self, name: str, prompt_ids: Sequence[int], expected_tokens: int
+        self, name: str, prompt_ids: Sequence[int], expected_tokens: int, near: str | None = None
     ) -> tuple[Answer, str, float, int]:
         """One checked answer, the server's URL, its latency in seconds and the number of attempts.
+
+        `near` is the URL of a server that has read the beginning of this prompt: while it has room, it is asked again.
 
         Raises:
             RowFailed: all attempts failed.
@@ -179,7 +181,7 @@ class Fleet:
         """
         tokens = len(prompt_ids) + expected_tokens
         for attempt in range(1, self._attempts + 1):
-            endpoint = await self._admit(tokens)
+            endpoint = await self._admit(tokens, near)
             try:
                 started = time.monotonic()
                 rid = f"{name}-{attempt}-{uuid.uuid4().hex[:8]}"
@@ -227,13 +229,13 @@ class Fleet:
             task.cancel()
             endpoint.posts.discard(task)
 
-    async def _admit(self, tokens: int) -> Endpoint:
+    async def _admit(self, tokens: int, near: str | None) -> Endpoint:
         if self.stopped is not None:
             raise self.stopped
-        endpoint = None if self._waiting else self._roomiest(tokens)
+        endpoint = None if self._waiting else self._choose(tokens, near)
         if endpoint is None:
             future: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-            self._waiting.append((tokens, future))
+            self._waiting.append((tokens, near, future))
             try:
                 return await future
             except asyncio.CancelledError:
@@ -255,21 +257,24 @@ class Fleet:
     def _admit_waiting(self) -> None:
         """Gives room to those who wait, in the order of their arrival."""
         while self._waiting:
-            tokens, future = self._waiting[0]
+            tokens, near, future = self._waiting[0]
             if future.done():
                 self._waiting.popleft()
                 continue
-            endpoint = self._roomiest(tokens)
+            endpoint = self._choose(tokens, near)
             if endpoint is None:
                 return
             self._waiting.popleft()
             future.set_result(self._reserve(endpoint, tokens))
 
-    def _roomiest(self, tokens: int) -> Endpoint | None:
+    def _choose(self, tokens: int, near: str | None) -> Endpoint | None:
+        """The server to ask now, if any has room: the one with the prompt's beginning, or else the roomiest."""
         if self.in_flight >= self._max_in_flight:
             return None
-        having_room = [endpoint for endpoint in self.endpoints.values() if endpoint.has_room(tokens)]
-        return min(having_room, key=lambda e: (e.reserved + tokens) / e.budget, default=None)
+        having_room = {url: endpoint for url, endpoint in self.endpoints.items() if endpoint.has_room(tokens)}
+        if near in having_room:
+            return having_room[near]
+        return min(having_room.values(), key=lambda e: (e.reserved + tokens) / e.budget, default=None)
 
     def _note_failure(self, endpoint: Endpoint, error: Transient) -> None:
         endpoint.retries[error.cause] += 1

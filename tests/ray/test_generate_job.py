@@ -177,8 +177,8 @@ def test_each_turn_of_a_conversation_is_a_row_with_the_prompt_that_the_server_sa
     )
     prompts, run = tmp_path / "talk.jsonl", tmp_path / "run"
     prompts.write_text("\n".join(lines))
-    with fake_server(target) as server:
-        result = cluster.run(*settings(run, target, prompts, server.url))
+    with fake_server(target) as server, fake_server(target) as other:
+        result = cluster.run(*settings(run, target, prompts, server.url, other.url))
     assert (result.code, result.summary["rows"], result.summary["rejected"]) == (0, 37, 2), result.stderr
     assert_sound(run)
     renderer = Renderer(target)
@@ -192,6 +192,9 @@ def test_each_turn_of_a_conversation_is_a_row_with_the_prompt_that_the_server_sa
             assert row["prompt_ids"] == ids
             spoken = renderer._tokenizer.decode(row["output_ids"], skip_special_tokens=True)
             messages.append({"role": "assistant", "content": spoken})
+    asked = [{stored[f"c{i}", turn]["endpoint"] for turn in range(3)} for i in range(12)]
+    assert set().union(*asked) == {server.url, other.url}
+    assert all(len(urls) == 1 for urls in asked)  # where the beginning is in the cache already
     reasons = {row["turn"]: row["reason"] for row in rows(run, "rejected")}
     assert "tokens, where the servers take" in reasons[1]
     assert reasons[2].startswith("an earlier turn was rejected")

@@ -276,6 +276,20 @@ def test_a_server_that_comes_back_as_another_stays_out(changes: dict[str, Any], 
         asyncio.run(run(good, other))
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_the_server_that_has_read_the_beginning_is_asked_again_while_it_has_room(full: bool) -> None:
+    async def run(one: FakeServer, other: FakeServer) -> None:
+        async with started_fleet(one, other) as fleet:
+            near, elsewhere = fleet.endpoints[one.url], fleet.endpoints[other.url]
+            near.reserved, near.in_flight = round(near.budget * (1.0 if full else 0.5)), 1  # the other one is idle
+            work = (fleet.generate(f"row{n}", ids, 12, near=one.url) for n, ids in enumerate(prompts(20)))
+            urls = {url for _, url, _, _ in await asyncio.gather(*work)}
+            assert urls == {elsewhere.facts.url if full else near.facts.url}
+
+    with server() as one, server() as other:
+        asyncio.run(run(one, other))
+
+
 def test_new_weights_under_a_running_job_are_never_stored_and_end_it() -> None:
     async def run(one: FakeServer) -> None:
         async with started_fleet(one) as fleet:

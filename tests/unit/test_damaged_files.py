@@ -305,6 +305,13 @@ MENDED: dict[str, tuple[str, Reader]] = {
 }
 
 
+@pytest.mark.parametrize("kind", [*STRICT, *MENDED])
+def test_what_is_not_damaged_says_something(clean: WholeRun, kind: str) -> None:
+    found, error = outcome((STRICT | MENDED)[kind][1], clean)
+    assert error is None
+    assert len(found) if hasattr(found, "__len__") else found is not None
+
+
 @pytest.mark.parametrize("kind", MENDED)
 def test_damage_elsewhere_raises_nothing_but_named_errors(clean: WholeRun, tmp_path: Path, kind: str) -> None:
     pattern, read = MENDED[kind]

@@ -108,7 +108,7 @@ def settings_of(run_dir: RunDir, config: Config, sequences: Corpus, target: Targ
         gpus=capture.gpus_per_target,
         cpus=capture.cpus_per_target,
         batch_tokens=capture.batch_tokens,
-        temperature=config.generate.temperature,
+        temperature=run_dir.manifest()[GENERATE]["fingerprint"]["generate.temperature"],
         endpoints=tuple(capture.endpoints),
         server_args=(*config.target.server_args, *capture.server_args),
         launch=config.target.launch,

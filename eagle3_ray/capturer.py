@@ -19,7 +19,8 @@ import torch
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.metrics import CaptureMetrics
 from eagle3_ray.runs import RunError, WriterLock
-from eagle3_ray.states_cache import ShardWriter, encode, write_scores
+from eagle3_ray.states_cache import STATES, ShardWriter, encode, write_scores
+from eagle3_ray.target.endpoints import Endpoint, claim
 from eagle3_ray.target.on_policy import OnPolicyLimits, Score, on_policy
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.proof import second_route, self_check
@@ -69,20 +70,22 @@ class Captured:
     row: int
     states: torch.Tensor
     likeliest: torch.Tensor
-    score: Score
+    score: Score | None  # None where the target cannot read it: its states are zeros
     reason: str | None
 
 
 class Capturer:
-    """A target with the corpus at hand. `number` tells copies of the target apart.
+    """A target with the corpus at hand.
 
     Raises:
+        TargetError: no server of capture.endpoints on this machine is free.
         CaptureError: the target does not reproduce the engine's log-probabilities of the corpus's own sequences.
     """
 
-    def __init__(self, settings: CaptureSettings, number: int = 0) -> None:
+    def __init__(self, settings: CaptureSettings) -> None:
         torch.set_num_threads(max(1, int(settings.cpus)))
-        self._settings, self._number = settings, number
+        self._settings = settings
+        self._endpoint = claim(settings.endpoints) if settings.endpoints else None
         self._corpus = settings.corpus
         parts = load_parts(settings.target, getattr(torch, settings.dtype))
         device = torch.device("cuda" if settings.gpus and torch.cuda.is_available() else "cpu")
@@ -94,8 +97,15 @@ class Capturer:
     def capture(self, rows: Sequence[int]) -> list[Captured]:
         """The states of sequences of the corpus, each proved, in the order given."""
         started = time.monotonic()
+        longest = self._target.longest
+        short = [row for row in rows if longest is None or self._corpus.tokens[row] <= longest]
+        read = iter(self._states([self._sequence(row) for row in short]) if short else ())
         found = []
-        for row, states in zip(rows, self._states([self._sequence(row) for row in rows]), strict=True):
+        for row in rows:
+            if row not in short:
+                found.append(self._unread(row))
+                continue
+            states = next(read)
             score = on_policy(
                 states,
                 self._sequence(row),
@@ -107,7 +117,7 @@ class Capturer:
             likeliest = torch.full((len(joined),), -1, dtype=torch.int64)
             likeliest[len(joined) - 1 - score.tokens : -1] = score.likeliest
             found.append(Captured(row, joined, likeliest, score, self._settings.limits.reason(score)))
-        self._scores.extend(captured.score for captured in found)
+        self._scores.extend(captured.score for captured in found if captured.score is not None)
         if (reason := self._settings.limits.reason_for_all(self._scores)) is not None:
             raise CaptureError(reason)
         tokens = sum(len(captured.states) for captured in found)
@@ -118,6 +128,12 @@ class Capturer:
                 self._metrics.set_aside()
         return found
 
+    def _unread(self, row: int) -> Captured:
+        tokens, width = int(self._corpus.tokens[row]), STATES * len(self._parts.norm)
+        reason = f"{tokens} tokens, and the capturing server reads {self._target.longest}"
+        blank = torch.zeros(tokens, width, dtype=getattr(torch, self._settings.dtype))
+        return Captured(row, blank, torch.full((tokens,), -1), None, reason)
+
     def prefill_speed(self, rows: Sequence[int]) -> float:
         """Tokens/s of the target when it reads these sequences and gives nothing away. Raises TargetDead."""
         sequences = [self._sequence(row) for row in rows]
@@ -127,7 +143,7 @@ class Capturer:
 
     def _proved(self) -> Target:
         """The target, once it has reproduced what the engine said of some sequences."""
-        target = _open(self._settings, self._number)
+        target = _open(self._settings, self._endpoint)
         try:
             for number, row in enumerate(_probes(self._corpus)):
                 sequence = self._sequence(row)
@@ -175,7 +191,7 @@ class Capturer:
         return TokenSequence(self._corpus.sequence_id(row), self._corpus.ids(row), int(self._corpus.prompt_tokens[row]))
 
 
-def _open(settings: CaptureSettings, number: int) -> Target:
+def _open(settings: CaptureSettings, endpoint: Endpoint | None) -> Target:
     if settings.backend == "transformers":
         from eagle3_ray.target.transformers_backend import TransformersTarget
 
@@ -189,8 +205,8 @@ def _open(settings: CaptureSettings, number: int) -> Target:
         )
     from eagle3_ray.target.sglang_backend import SGLangTarget
 
-    if settings.endpoints:
-        return SGLangTarget.connect(settings.endpoints[number], settings.target, settings.layers, settings.dtype)
+    if endpoint is not None:
+        return SGLangTarget.connect(endpoint.url, settings.target, settings.layers, settings.dtype)
     return SGLangTarget.start(
         settings.target, settings.layers, settings.dtype, settings.server_args, settings.gpus, settings.launch
     )
@@ -255,16 +271,12 @@ class ShardCapturer:
         }
 
     def _score(self, captured: Captured) -> dict[str, Any]:
-        score = captured.score
+        figures = ("mean_difference", "worst_window", "relative_difference", "argmax_agreement", "mean_logprob")
         return {
             "row": captured.row,
             "sequence_id": self._corpus.sequence_id(captured.row),
             "tokens": len(captured.states),
-            "mean_difference": score.mean_difference,
-            "worst_window": score.worst_window,
-            "relative_difference": score.relative_difference,
-            "argmax_agreement": score.argmax_agreement,
-            "mean_logprob": score.mean_logprob,
+            **{name: getattr(captured.score, name, None) for name in figures},
             "reason": captured.reason,
         }
 
@@ -272,8 +284,8 @@ class ShardCapturer:
 class StreamCapturer:
     """Hands states to trainers as they ask for them: a Ray actor that outlives them, so the target loads once."""
 
-    def __init__(self, settings: CaptureSettings, number: int) -> None:
-        self._capturer = Capturer(settings, number)
+    def __init__(self, settings: CaptureSettings) -> None:
+        self._capturer = Capturer(settings)
 
     def ready(self) -> None:
         """Returns when the target is loaded and has proved itself."""

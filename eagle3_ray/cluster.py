@@ -4,8 +4,10 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.data import DataContext
@@ -38,6 +40,24 @@ def beside_the_driver(actor: Any, *arguments: Any, **options: Any) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     remote = ray.remote(actor).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here, **options)
     return remote.remote(*arguments)
+
+
+def nodes_that_reach(urls: Sequence[str]) -> list[dict[str, Any]]:
+    """The living nodes, as ray.nodes() lists them; where a URL is of this machine's loopback, this one alone."""
+    living = [node for node in ray.nodes() if node["Alive"]]
+    here = ray.get_runtime_context().get_node_id()
+    return [node for node in living if node["NodeID"] == here] if _of_loopback(urls) else living
+
+
+def placed_to_reach(urls: Sequence[str]) -> dict[str, Any]:
+    """Options that keep actors on the nodes of `nodes_that_reach`, those that come later included."""
+    here = ray.get_runtime_context().get_node_id()
+    kept = NodeAffinitySchedulingStrategy(here, soft=False)
+    return {"scheduling_strategy": kept} if _of_loopback(urls) else {}
+
+
+def _of_loopback(urls: Sequence[str]) -> bool:
+    return any(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,10 @@ class Run(Section):
             raise ValueError(
                 "has to be a folder on a file system that every node mounts, not a URL; run.mirror may be one"
             )
+        if odd := sorted(set(value).intersection("*?[=")):
+            raise ValueError(
+                f"holds {' and '.join(odd)}, which readers of Parquet take for a pattern; use other letters"
+            )
         return _lasting_folder(value)
 
     @field_validator("mirror")

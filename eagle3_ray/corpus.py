@@ -213,19 +213,21 @@ def _key(run_dir: RunDir, ledger: Ledger) -> str:
 
 
 def _write(folder: Path, ledger: Ledger, key: str) -> None:
-    import duckdb
-
+    what = f"A file in {ledger.rows / SEQUENCES}"
     try:
-        tokens, wrong = _write_sequences(duckdb, folder, ledger.files(SEQUENCES))
-    except (duckdb.Error, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ledger.damage(f"A file in {ledger.rows / SEQUENCES}", error) from None
+        with ledger.asked(what):
+            tokens, wrong = _write_sequences(folder, ledger.files(SEQUENCES))
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise ledger.damage(what, error) from None
     index_sha = hashlib.sha256((folder / "index.parquet").read_bytes()).hexdigest()
     about = {"key": key, "tokens": tokens, "damaged": wrong, "index_sha256": index_sha}
     write_json(folder / "corpus.json", about)
 
 
-def _write_sequences(duckdb: Any, folder: Path, files: list[str]) -> tuple[int, list[str]]:
+def _write_sequences(folder: Path, files: list[str]) -> tuple[int, list[str]]:
     """Writes the files of the corpus; returns its tokens, and the ids of the sequences that were left out."""
+    import duckdb
+
     start, wrong = 0, []
     with (
         duckdb.connect(config={"memory_limit": "2GB", "temp_directory": str(folder / "spill")}) as db,

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray import cluster
 from eagle3_ray.config import Config
-from eagle3_ray.errors import root_cause
+from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.target.files import TargetFiles
@@ -30,6 +30,9 @@ Place = str | None
 _LOOK_S = 1.0
 _GROWTH = 4
 """Times as many nodes that a cluster may come to have while a job runs before its clients are the limit."""
+
+_OWN_CPUS = 1.0
+"""CPUs of the cluster that servers leave to the job's own tasks."""
 
 _MOST_STARTS = 3
 """A server that does not start so often in a row is given up: the GPUs of one that was lost may take a while."""
@@ -48,14 +51,20 @@ class _Member:
 
 
 class Crew:
-    """Named URLs, and managed servers: as many at each place as `wanted` says now, made by `start`.
+    """Named URLs, and managed servers where there are any: as many at each place as `wanted` says now, made by `start`.
 
-    `growth` is how many times as many there may be before the job ends.
+    Each holds so many CPUs of the cluster. `growth` is how many times as many there may be before the job ends.
     """
 
     def __init__(
-        self, named: Sequence[str], wanted: Callable[[], Counter[Place]], start: Callable[[Place], Any], growth: int = 1
+        self,
+        named: Sequence[str],
+        wanted: Callable[[], Counter[Place]] = Counter,
+        start: Callable[[Place], Any] = lambda place: None,
+        cpus_each: float = 0.0,
+        growth: int = 1,
     ) -> None:
+        self._cpus_each = cpus_each
         self._growth = growth
         self._named = list(named)
         self._wanted = wanted
@@ -70,6 +79,10 @@ class Crew:
     def most(self) -> int:
         """Servers that clients should be ready for while the job lasts."""
         return len(self._named) + len(self._members) * self._growth
+
+    def cpus(self) -> float:
+        """CPUs that the servers hold which we started."""
+        return self._cpus_each * len(self._members)
 
     def failure(self) -> str | None:
         """Why the last of the servers was given up; None while there is another one, or none yet."""
@@ -107,15 +120,15 @@ class Crew:
         try:
             answer: str | None = ray.get(member.pending)
         except ray.exceptions.RayError as error:
-            cause = root_cause(error)
-            if not isinstance(cause, ServerFailed):
+            if not _is_of_the_server(error):
                 _say(f"{member.url or 'a server that was starting'} is lost with its actor or its node")
                 self._members.remove(member)
                 ray.kill(member.actor)
                 return
             member.failed_starts += 1
             if member.failed_starts == _MOST_STARTS or not self._stood:
-                self._give_up(member, str(cause))
+                cause = root_cause(error)
+                self._give_up(member, str(cause) if isinstance(cause, ServerFailed) else explain(cause))
                 return
             member.pending = member.actor.url.remote()
             return
@@ -133,6 +146,11 @@ class Crew:
         ray.kill(member.actor)
 
 
+def _is_of_the_server(error: ray.exceptions.RayError) -> bool:
+    """Whether it was raised by what starts the server, and not by the loss of the actor or its node."""
+    return isinstance(error, ray.exceptions.RayTaskError) or getattr(error, "actor_init_failed", False)
+
+
 @contextmanager
 def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
     """The servers to generate with, as soon as there is one; those that we start end with the block.
@@ -145,7 +163,8 @@ def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
     count = 0 if generate.endpoints else generate.servers
     cpus = server_cpus(gpus)
     if count:
-        cluster.require(cluster.Need("servers", 1 if count == "auto" else count, cpus, gpus))
+        servers = cluster.Need("servers", 1 if count == "auto" else count, cpus, gpus)
+        cluster.require(servers, cluster.Need("the job's own tasks", 1, _OWN_CPUS, 0))
         _say(f"starting {count if count != 'auto' else 'all'} SGLang servers; a large model takes minutes")
     model = target.for_sglang()
     options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 4}
@@ -158,7 +177,7 @@ def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
         )
 
     growth = _GROWTH if count == "auto" else 1
-    crew = Crew(generate.endpoints, lambda: places(count, gpus, ray.nodes()), start, growth)
+    crew = Crew(generate.endpoints, lambda: places(count, gpus, ray.nodes()), start, cpus, growth)
     try:
         if count:
             crew.wait_for_one()
@@ -176,12 +195,15 @@ def places(count: int | Literal["auto"], gpus: int, nodes: Sequence[dict[str, An
     """Where how many servers of that many GPUs should stand; `nodes` as ray.nodes() lists them."""
     if count != "auto":
         return Counter({None: count})
+    living = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
+    most_cpus = max((room.get("CPU", 0.0) for _, room in living), default=0.0)
     found: Counter[Place] = Counter()
-    for node in nodes:
-        if node["Alive"]:
-            room = node["Resources"]
-            by_cpu = int(room.get("CPU", 0.0) / server_cpus(gpus))
-            found[node["NodeID"]] = min(by_cpu, int(room.get("GPU", 0.0) / gpus) if gpus else 1)
+    kept = _OWN_CPUS
+    for name, room in living:
+        cpus = room.get("CPU", 0.0)
+        if cpus == most_cpus:
+            cpus, kept = cpus - kept, 0.0
+        found[name] = min(int(cpus / server_cpus(gpus)), int(room.get("GPU", 0.0) / gpus) if gpus else 1)
     return found
 
 

@@ -19,7 +19,7 @@ from eagle3_ray import cluster, plan, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
-from eagle3_ray.crew import kept_up, serving
+from eagle3_ray.crew import Crew, kept_up, serving
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import Ledger
@@ -50,16 +50,17 @@ def run(config: Config) -> dict[str, Any]:
     target = resolve(config.target.model)
     with WriterLock(run_dir) as lock:
         settings = _plan_settings(config, target)
+        key = settings.key()  # prompts that come while the job runs are another job's
         _check_ours(run_dir, _fingerprint(config, target))
         planned = plan.load(run_dir.stage(GENERATE) / "plan") is not None  # training reads the plan, too
-        complete = planned and run_dir.succeeded_with(GENERATE, settings.key())
+        complete = planned and run_dir.succeeded_with(GENERATE, key)
         if complete and (summary := run_dir.summary(GENERATE)) is not None:
             print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
             return summary
         Ledger(run_dir).check()
         cluster.connect()
         with serving(config, target) as crew:
-            work = _prepare(run_dir, config, target, settings, crew.urls(), crew.most())
+            work = _prepare(run_dir, config, target, settings, crew)
             if work.plan.expected == 0:
                 raise ConfigError(f"prompts.path={config.prompts.path} selects no prompts.")
             _claim(run_dir, config, target, work.facts)
@@ -81,7 +82,7 @@ def run(config: Config) -> dict[str, Any]:
         try:
             run_dir.write_summary(GENERATE, summary)
             if summary["status"] == "complete":
-                run_dir.succeed(GENERATE, settings.key())
+                run_dir.succeed(GENERATE, key)
                 for path in (run_dir.stage(GENERATE) / "journal").glob("*.jsonl"):
                     path.unlink()
         except OSError as error:
@@ -96,9 +97,11 @@ def dry_run(config: Config) -> str:
     with WriterLock(run_dir):
         cluster.connect()
         try:
-            settings = _plan_settings(config, target)
-            endpoints = config.generate.endpoints
-            work = _prepare(run_dir, config, target, settings, endpoints, len(endpoints))
+            settings, generate = _plan_settings(config, target), config.generate
+            if generate.servers and not generate.endpoints:
+                the_plan = plan.make(run_dir.stage(GENERATE) / "plan", settings, Ledger(run_dir).files())
+                return f"{_plan_text(config, the_plan)}\nservers: the job starts them (servers={generate.servers})"
+            work = _prepare(run_dir, config, target, settings, Crew(generate.endpoints))
         except Unfit as unfit:
             known = plan.load(run_dir.stage(GENERATE) / "plan")
             return f"{_plan_text(config, known[0]) if known else ''}\nservers: {unfit}"
@@ -132,11 +135,9 @@ class _Work:
     pool: Pool
 
 
-def _prepare(
-    run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings, endpoints: list[str], most: int
-) -> _Work:
-    """Makes the plan and probes the servers, of which there may be `most` before the job ends."""
-    generate = config.generate
+def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: PlanSettings, crew: Crew) -> _Work:
+    """Makes the plan and probes the servers."""
+    generate, endpoints = config.generate, crew.urls()
     if not endpoints:
         raise ConfigError(
             "generate.endpoints names no server. Set generate.endpoints=http://HOST:PORT[,...], or generate.servers=1 "
@@ -165,8 +166,9 @@ def _prepare(
         loop_tokens=config.audit.loop_tokens,
         evidence_rows=config.audit.evidence_rows,
     )
-    cpus = ray.cluster_resources()["CPU"]
-    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, most, the_plan, cpus)
+    nodes = cluster.nodes_that_reach(endpoints)
+    cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes) - crew.cpus()
+    pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, crew.most(), the_plan, cpus)
     return _Work(the_plan, settings, facts, silent, material, sampling, rules, pool)
 
 
@@ -200,6 +202,7 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, regis
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=LIGHT,
+        **cluster.placed_to_reach([fact.url for fact in work.facts]),
         compute=ActorPoolStrategy(
             size=work.pool.actors,
             max_concurrent_calls_per_actor=work.pool.blocks_per_actor,

@@ -23,7 +23,7 @@ from eagle3_ray.plan import PlanSettings, later_turns, make_renderer
 from eagle3_ray.prompts import BadPrompt
 from eagle3_ray.records import BLOCK_SCHEMA, FOLDER, REJECTED, SEQUENCES, Row, sequence_id, token_sha
 from eagle3_ray.registry import Roster
-from eagle3_ray.sglang.fleet import AnswerLengths, Fleet, RowFailed
+from eagle3_ray.sglang.fleet import Fleet, RowFailed
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
 from eagle3_ray.sglang.protocol import Refused, Sampling, Unauthorized
 from eagle3_ray.sglang.transport import open_session
@@ -244,3 +244,19 @@ class Generator:
         self._report.since_last_answer_s = None if self._last_answer is None else now - self._last_answer
         reason: str | None = await self._telemetry.report.remote(self._name, self._report)
         return reason
+
+
+class AnswerLengths:
+    """Expected answer length of each partition, in tokens: the running mean of what has come back."""
+
+    def __init__(self, max_new_tokens: int) -> None:
+        self._first_guess = max(1, max_new_tokens // 2)
+        self._most = max_new_tokens
+        self._means: dict[str, float] = {}
+
+    def expected(self, partition: str) -> int:
+        return min(self._most, round(self._means.get(partition, self._first_guess)) + 1)
+
+    def learn(self, partition: str, tokens: int) -> None:
+        mean = self._means.get(partition, float(self._first_guess))
+        self._means[partition] = mean + 0.02 * (tokens - mean)

@@ -1,5 +1,7 @@
 """What a generate run holds, counted from the data itself and from nothing else."""
 
+import errno
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,10 @@ FROM read_parquet($files) GROUP BY partition ORDER BY partition
 _REASONS = """
 SELECT regexp_replace(reason, $2, 'N', 'g') AS kind, count(*) FROM read_parquet($1) GROUP BY kind ORDER BY 2 DESC, 1
 """
+
+
+_NO_ROOM = re.compile("no space left|could not write|failed to (write|create)|quota", re.IGNORECASE)
+"""What DuckDB says where it cannot spill to the disk."""
 
 
 class Ledger:
@@ -71,6 +77,24 @@ class Ledger:
             f"{self._run} --quarantine {GENERATE}` and generate again."
         )
 
+    @contextmanager
+    def asked(self, what: str) -> Iterator[None]:
+        """For what DuckDB does with committed files.
+
+        Raises:
+            RunError: one of `what` is damaged.
+            OSError: there is no room on the disk for what the memory does not hold.
+        """
+        import duckdb
+
+        try:
+            yield
+        except duckdb.Error as error:
+            said = str(error).splitlines()[0]
+            if isinstance(error, duckdb.OutOfMemoryException) or _NO_ROOM.search(said):
+                raise OSError(errno.ENOSPC, said, str(self._run)) from None
+            raise self.damage(what, error) from None
+
     def by_partition(self) -> dict[str, int]:
         """Committed rows of each partition, sequences and rejected ones together. Raises RunError: a damaged file."""
         counts: Counter[str] = Counter()
@@ -90,17 +114,15 @@ class Ledger:
 
         sequences, rejected = self.files(SEQUENCES), self.files(REJECTED)
         repeated, reasons = [(0,)], []
-        try:
-            with duckdb.connect(config={"memory_limit": "1GB"}) as db:
-                partitions = report(db, sequences, boundary_ids)
-                if sequences or rejected:
-                    repeated = db.execute(
-                        "SELECT count(*) - count(DISTINCT sequence_id) FROM read_parquet($1)", [sequences + rejected]
-                    ).fetchall()
-                if rejected:
-                    reasons = db.execute(_REASONS, [rejected, VARYING]).fetchall()
-        except duckdb.Error as error:
-            raise self.damage(f"A file in {self.rows}", error) from None
+        memory: dict[str, Any] = {"memory_limit": "1GB", "temp_directory": str(self.stage / ".spill")}
+        with self.asked(f"A file in {self.rows}"), duckdb.connect(config=memory) as db:
+            partitions = report(db, sequences, boundary_ids)
+            if sequences or rejected:
+                repeated = db.execute(
+                    "SELECT count(*) - count(DISTINCT sequence_id) FROM read_parquet($1)", [sequences + rejected]
+                ).fetchall()
+            if rejected:
+                reasons = db.execute(_REASONS, [rejected, VARYING]).fetchall()
         return {
             "rows": sum(p["rows"] for p in partitions),
             "output_tokens": sum(p["output_tokens"] for p in partitions),

@@ -193,11 +193,11 @@ def make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
         TargetError: the target's tokenizer cannot be used.
         RunError: rows that were generated already have no place in the new plan, or the disk is full.
     """
-    known = load(folder)
-    if known is not None and known[1] == settings.key():
+    known, key = load(folder), settings.key()  # of the files as they are before they are read
+    if known is not None and known[1] == key:
         return known[0]
     try:
-        return _make(folder, settings, answered)
+        return _make(folder, settings, key, answered)
     except (OSError, ray.exceptions.RayError) as error:
         cause = root_cause(error)
         if isinstance(cause, PromptSourceError | RunError | TargetError):
@@ -207,7 +207,7 @@ def make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
         raise
 
 
-def _make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
+def _make(folder: Path, settings: PlanSettings, key: str, answered: list[str]) -> Plan:
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     tokens = ray.remote(_target_tokens).options(num_cpus=0.5).remote(settings)
@@ -215,7 +215,7 @@ def _make(folder: Path, settings: PlanSettings, answered: list[str]) -> Plan:
     chosen = ray.remote(choose).options(num_cpus=1).remote(fresh, answered, **settings.choice())
     counts = ray.get(chosen)
     plan = Plan(folder, [PartitionPlan(**count) for count in counts], ray.get(tokens))
-    save(fresh, plan, settings.key())
+    save(fresh, plan, key)
     shutil.rmtree(fresh / "parts")
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)

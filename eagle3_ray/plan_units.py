@@ -3,6 +3,7 @@
 DuckDB does it over Parquet and spills to disk, so that any number of prompts fits.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def choose(
         )
         for_parts = {"parts": parts, "samples": samples_per_prompt}
         units = db.sql(_UNITS, params=for_parts).to_arrow_reader(_ROWS_PER_FILE)  # streams; execute() would copy
+        shutil.rmtree(folder / "units", ignore_errors=True)  # of a worker that was killed here
         (folder / "units").mkdir()
         pq.write_table(units.schema.empty_table(), folder / "units" / "000000.parquet")  # stays where nothing is chosen
         for number, batch in enumerate(units):

@@ -91,7 +91,7 @@ def read(source: Source) -> Iterator[tuple[int, bytes]]:
     try:
         if source.path.startswith("hf://"):
             yield from _read_hub(source.path)
-        elif source.path.endswith(".parquet"):
+        elif _without_query(source.path).endswith(".parquet"):
             yield from _read_parquet(source.path)
         else:
             yield from _read_lines(source.path)
@@ -101,6 +101,11 @@ def read(source: Source) -> Iterator[tuple[int, bytes]]:
         raise PromptSourceError(
             f"{source.path} cannot be read to its end: {error}. Repair or remove the file."
         ) from error
+
+
+def _without_query(path: str) -> str:
+    """A path, or a URI without what it says of its server."""
+    return path.partition("?")[0] if "://" in path else path
 
 
 def stamp(source: Source) -> tuple[int, int] | None:

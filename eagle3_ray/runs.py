@@ -190,6 +190,7 @@ class WriterLock:
         self._file.truncate(0)
         self._file.write(self.token)
         self._file.flush()
+        os.fsync(self._file.fileno())  # other nodes see it on NFS
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class Trackers:
-    """Writes the numbers of a step to all trackers that are on. A resumed run goes on in the same curves."""
+    """Writes the numbers of a step to all trackers that are on. A resumed run goes on in the same curves; in mlflow,
+    each start is a run of its own.
+    """
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], first_step: int) -> None:
         from tensorboardX import SummaryWriter  # imports torch, which the report reads a log without
@@ -18,7 +20,9 @@ class Trackers:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self._wandb = self._mlflow = None
         if "WANDB_PROJECT" in os.environ:
-            self._wandb = importlib.import_module("wandb").init(id=name, resume="allow", config=dict(config))
+            self._wandb = importlib.import_module("wandb").init(
+                id=f"{name}-{config['plan']}", name=name, resume="allow", config=dict(config)
+            )
         if "MLFLOW_TRACKING_URI" in os.environ:
             self._mlflow = importlib.import_module("mlflow")
             self._mlflow.start_run(run_name=name)

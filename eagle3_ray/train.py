@@ -23,14 +23,15 @@ from ray.train.torch import TorchTrainer
 from eagle3_ray import capture, capture_plan, checkpoints, cluster, corpus, drafting
 from eagle3_ray.batches import steps
 from eagle3_ray.capturer import StreamCapturer
-from eagle3_ray.config import Config, ConfigError, Train
+from eagle3_ray.config import Capture, Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.drafter.checkpoints import folder_sha
+from eagle3_ray.drafter.config import DrafterConfig, DrafterConfigError
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.model_config import text_config
 from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
-from eagle3_ray.target.files import TargetFiles, resolve
+from eagle3_ray.target.files import TargetError, TargetFiles, read_config, resolve
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.train_log import LOG, Watch, read_log, seconds_of
 from eagle3_ray.trainer import FINISHED, INITIAL, STOP, TrainSettings, train_loop
@@ -199,6 +200,7 @@ def _fingerprint(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
         folder = Path(train.drafter)
         if not folder.is_dir():
             raise ConfigError(f"train.drafter={folder} is no folder. Give the folder of a drafter's checkpoint.")
+        _check_layers(folder, config.capture, target)
         start = folder_sha(folder)[:16]
     return {
         **states,
@@ -207,6 +209,20 @@ def _fingerprint(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
         **{f"train.{name}": getattr(train, name) for name in _NUMBERS},
         "train.dtype": _dtype(train),
     }
+
+
+def _check_layers(drafter: Path, settings: Capture, target: TargetFiles) -> None:
+    """Raises ConfigError where a warm start reads other layers than those that are captured: it would learn nothing."""
+    try:
+        theirs = DrafterConfig.from_json(read_config(drafter), target.config).aux_layers
+    except (DrafterConfigError, TargetError) as error:
+        raise ConfigError(f"train.drafter={drafter}: {error}") from None
+    ours = resolve_layers(target.config, settings.layers)
+    if theirs != ours:
+        raise ConfigError(
+            f"train.drafter={drafter} reads the layers {list(theirs)} and capture.layers gives {list(ours)}. Set "
+            f"capture.layers={list(theirs)}; states that were captured of others are of no use to it."
+        )
 
 
 def _dtype(train: Train) -> str:
@@ -289,7 +305,7 @@ def _targets(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetF
     actor = ray.remote(StreamCapturer).options(
         num_cpus=about.cpus_per_target, num_gpus=about.gpus_per_target, max_restarts=-1, max_task_retries=-1
     )
-    targets = [actor.remote(what, number) for number in range(about.targets)]
+    targets = [actor.remote(what) for _ in range(about.targets)]
     ray.get([target.ready.remote() for target in targets])  # the self-check's error, before anything is trained
     return targets
 

@@ -163,6 +163,9 @@ class Worker:
 
     def run(self) -> None:
         """Trains to the plan's end, to a lasting lack of improvement, or until the driver asks to stop."""
+        if self._ended(self._first):  # killed between its last checkpoint and its mark
+            self._finish(self._first)
+            return
         mine = self._pieces(self._first)
         totals = Totals(self._settings.ttt_steps)
         feed = self._feed.batches(piece.batch for piece in self._pieces(self._first))
@@ -238,10 +241,15 @@ class Worker:
             if self._log is not None:
                 self._log.validation(done, numbers)
             ray.train.report({"step": done, **{k: v for k, v in numbers.items() if k != "partitions"}})
-        stop = settings.patience is not None and self._unimproved >= settings.patience
-        if end or stop or validated or done % settings.checkpoint_every == 0:
+        ended = self._ended(done)
+        if ended or validated or done % settings.checkpoint_every == 0:
             self._save(done, best=improved or (end and not settings.heldout_rows))
-        return end or stop
+        return ended
+
+    def _ended(self, done: int) -> bool:
+        """At the plan's end, or after so many validations without an improvement."""
+        patience = self._settings.patience
+        return done == len(self._plan) or (patience is not None and self._unimproved >= patience)
 
     def _finish(self, done: int) -> None:
         if self._rank == 0:
@@ -315,7 +323,7 @@ class Worker:
     def _build(self) -> torch.nn.Module:
         settings = self._settings
         parts = load_parts(settings.target, torch.float32)
-        sample = next(iter(self._feed.batches(self._plan[0].batches[:1]))).batch.aux_hidden
+        sample = self._sample()
         if settings.warm_start is None:
             drafter = from_scratch(settings.drafter, settings.vocabulary, parts, sample, settings.seed)
         else:
@@ -323,7 +331,11 @@ class Worker:
         if self._rank == 0 and not (settings.folder / INITIAL).exists():
             export(drafter, settings.folder / INITIAL, parts.config, torch.float32)
         compute = getattr(torch, settings.dtype)
-        head = TargetHead(parts.embed_tokens.to(self._device, compute), parts.lm_head.to(self._device, compute))
+        head = TargetHead(
+            parts.embed_tokens.to(self._device, compute),
+            parts.lm_head.to(self._device, compute),
+            parts.config.get("final_logit_softcapping"),
+        )
         play = _Play(drafter.to(self._device), head, compute)
         if self._world == 1:
             return play
@@ -332,6 +344,15 @@ class Worker:
 
             return fully_shard(play)
         return DistributedDataParallel(play)
+
+    def _sample(self) -> torch.Tensor:
+        """Captured states [T, 3H] of the plan's first batch that has any: all of a batch may have been set aside."""
+        batches = ([batch] for step in self._plan for batch in step.batches)
+        found = (next(iter(self._feed.batches(batch))).batch.aux_hidden for batch in batches)
+        sample = next((states for states in found if bool(states.any())), None)
+        if sample is None:
+            raise RunError("all sequences to train on were set aside; python jobs/doctor.py says why")
+        return sample
 
     def _sync(self, last: bool) -> Any:
         """Gradients travel between workers with the last batch of a step."""

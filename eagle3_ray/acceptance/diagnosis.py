@@ -22,9 +22,9 @@ from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.model_config import text_config
-from eagle3_ray.target.files import TargetFiles
+from eagle3_ray.target.files import TargetError, TargetFiles
 from eagle3_ray.target.parts import load_parts
-from eagle3_ray.target.protocol import TokenSequence
+from eagle3_ray.target.protocol import CaptureError, TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget
 
 FAR_BELOW = 0.8
@@ -117,10 +117,12 @@ def diagnose_folder(
         evidence = gather()
         if isinstance(evidence, Finding):
             return [evidence]
-        drafter = load_drafter(folder, evidence.target_config)
+        return _by_replay(load_drafter(folder, evidence.target_config), evidence, served, expected)
     except (CheckpointError, DrafterConfigError) as error:
         return [Finding("files", f"{error}", "Export the drafter again and validate the folder.")]
-    return _by_replay(drafter, evidence, served, expected)
+    except (CaptureError, TargetError, OSError, ValueError, RuntimeError) as error:  # what was measured is kept
+        said = f"The acceptance length is suspicious, and the target cannot replay its answers: {error}"
+        return [Finding("unknown", said.splitlines()[0], "Diagnose on a machine that can load the target.")]
 
 
 def _by_replay(

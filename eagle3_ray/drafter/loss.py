@@ -135,12 +135,16 @@ def _lk(p: Tensor, q: Tensor, cross_entropy: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def teacher_probabilities(last_hidden: Tensor, draft_rows: Tensor) -> Tensor:
-    """softmax(last_hidden [m, H] @ draft_rows [Vd, H]^T) in the dtype of `draft_rows`, made in chunks."""
+def teacher_probabilities(last_hidden: Tensor, draft_rows: Tensor, softcap: float | None = None) -> Tensor:
+    """softmax(last_hidden [m, H] @ draft_rows [Vd, H]^T) in the dtype of `draft_rows`, made in chunks.
+
+    `softcap` c makes logits x to c * tanh(x / c) first, as the target does (transformers: modeling_gemma2.py).
+    """
     teacher = torch.empty(len(last_hidden), len(draft_rows), dtype=draft_rows.dtype, device=draft_rows.device)
     chunk = max(1, CHUNK_ELEMENTS // len(draft_rows))
     for part, out in zip(last_hidden.split(chunk), teacher.split(chunk), strict=True):
-        out.copy_((part.to(draft_rows.dtype) @ draft_rows.T).float().softmax(-1))
+        logits = (part.to(draft_rows.dtype) @ draft_rows.T).float()
+        out.copy_((logits if softcap is None else torch.tanh(logits / softcap) * softcap).softmax(-1))
     return teacher
 
 

@@ -28,6 +28,7 @@ class TargetHead:
 
     embed_tokens: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]
+    softcap: float | None = None  # of the logits (`final_logit_softcapping`, Gemma)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ class _Labels:
         )
         draft_rows = head.lm_head[drafter.target_ids()].to(dtype)
         row = taught.cumsum(0) - 1
-        return cls(taught, row, teacher_probabilities(last_hidden, draft_rows), argmax, drafter.t2d[argmax])
+        return cls(
+            taught, row, teacher_probabilities(last_hidden, draft_rows, head.softcap), argmax, drafter.t2d[argmax]
+        )
 
     def at(self, columns: Columns, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each column: u (clamped to the sequence), whether it is taught, and whether it has a label as well."""

@@ -111,6 +111,7 @@ class Fleet:
     ) -> None:
         self._say = say
         self._reference = facts[0]
+        self._longest_prompt = min(fact.longest_prompt(sampling.max_new_tokens) for fact in facts)
         self._share = share
         self.endpoints = {fact.url: Endpoint(fact, *_room(fact, share)) for fact in facts}
         self._open_session = open_session
@@ -293,6 +294,8 @@ class Fleet:
                 facts = await probe(self._session, url, self._material, self._sampling)
                 if dict(facts.settings) != dict(self._reference.settings):
                     raise Unfit(f"it came back with other settings: {dict(facts.settings)}")
+                if facts.longest_prompt(self._sampling.max_new_tokens) < self._longest_prompt:
+                    raise Unfit(f"it came back with less room: a context of {facts.context} tokens")
                 if not same_model(facts.prompt_logprobs, self._reference.prompt_logprobs):
                     raise Unfit("it came back with another model")
             except Transient:
@@ -383,19 +386,3 @@ def _room(facts: ServerFacts, share: float) -> tuple[float, int, float]:
     """Our share of the tokens, the most requests (a tenth more than run at once), and the first budget."""
     room = facts.capacity_tokens * share
     return room, max(1, round(facts.max_running * share * 1.1)), room
-
-
-class AnswerLengths:
-    """Expected answer length of each partition, in tokens: the running mean of what has come back."""
-
-    def __init__(self, max_new_tokens: int) -> None:
-        self._first_guess = max(1, max_new_tokens // 2)
-        self._most = max_new_tokens
-        self._means: dict[str, float] = {}
-
-    def expected(self, partition: str) -> int:
-        return min(self._most, round(self._means.get(partition, self._first_guess)) + 1)
-
-    def learn(self, partition: str, tokens: int) -> None:
-        mean = self._means.get(partition, float(self._first_guess))
-        self._means[partition] = mean + 0.02 * (tokens - mean)

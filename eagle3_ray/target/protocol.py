@@ -94,6 +94,10 @@ class Target(Protocol):
     def layers(self) -> tuple[int, ...]:
         """The captured layers by HF `hidden_states` index."""
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sequence that it reads; None where only the memory is the limit."""
+
     def capture(self, sequences: Sequence[TokenSequence]) -> list[States]:
         """The states of each sequence, in the order given.
 

@@ -46,6 +46,7 @@ class SGLangTarget:
         self._hidden_size = int(text_config(config)["hidden_size"])
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._cleanup = ExitStack()
+        self._longest: int | None = None
 
     @classmethod
     def connect(cls, url: str, folder: Path, layers: Sequence[int] | None = None, dtype: str = "bfloat16") -> Self:
@@ -92,6 +93,13 @@ class SGLangTarget:
             target.server = server
             target._cleanup = cleanup.pop_all()
             return target
+
+    @property
+    def longest(self) -> int:
+        """See `Target.longest`: sglang 0.5.23 refuses a prompt of max_req_input_len tokens (managers/tp_worker.py)."""
+        if self._longest is None:
+            self._longest = int(self._run(self._server_info())["max_req_input_len"]) - 1
+        return self._longest
 
     def capture(self, sequences: Sequence[TokenSequence]) -> list[States]:
         """See `Target.capture`. Threads may call it side by side."""

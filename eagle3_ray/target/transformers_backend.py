@@ -49,6 +49,7 @@ class TransformersTarget:
         self._decoder: Any = model.get_decoder().eval()
         self._config: dict[str, Any] = model.config.get_text_config().to_dict()
         self.layers = resolve_layers(self._config, layers)
+        self.longest = None
         self.batch_tokens = batch_tokens
         self._inputs: dict[int, torch.Tensor] = {}
         modules = _decoder_layers(self._decoder, int(self._config["num_hidden_layers"]))
@@ -153,7 +154,7 @@ class TransformersTarget:
             for length in _PROBE_LENGTHS
         ]
         alone = [self._forward([probe])[0] for probe in probes]
-        for attention in (PACKED, default):
+        for attention in (PACKED, default) if self._sees_all() else (default,):
             self._decoder.set_attn_implementation(attention)
             try:
                 together = self._forward(probes)
@@ -167,6 +168,11 @@ class TransformersTarget:
             stacklevel=2,
         )
         return False
+
+    def _sees_all(self) -> bool:
+        """Whether every layer attends to all tokens before: windows and chunks are longer than the probes."""
+        kinds = set(self._config.get("layer_types") or ())
+        return kinds <= {"full_attention"} and not self._config.get("attention_chunk_size")
 
 
 def _decoder_layers(decoder: torch.nn.Module, count: int) -> torch.nn.ModuleList:

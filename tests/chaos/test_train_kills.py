@@ -58,8 +58,7 @@ def wait_for_steps(run: Path, count: int, job: Job) -> None:
 
 
 def lines(run: Path) -> int:
-    file = run / "train" / "steps.jsonl"
-    return len(read_log(file)) if file.exists() else 0
+    return len(read_log(run / "train" / "steps.jsonl"))
 
 
 def process(name: str, job: Job) -> int:

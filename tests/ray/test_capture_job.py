@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -16,9 +17,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from eagle3_ray import capture, corpus
+from eagle3_ray.capturer import Capturer
 from eagle3_ray.config import load
 from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.states_cache import StatesCache
+from eagle3_ray.target.files import resolve
 from tests.forks import Job
 from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
@@ -102,7 +105,8 @@ def test_a_sequence_that_the_target_did_not_say_is_set_aside_with_its_reason(
     changed = [dict(row) for row in sequences[:20]]
     changed[4] = _with_answer_of(changed[4], changed[5])
     run = make_tiny_run(tmp_path / "run", model, changed)
-    result = cluster.run(*words(run, model), job="capture")
+    other = "generate.temperature=0.9"  # what counts is the temperature that the answers were drawn with
+    result = cluster.run(*words(run, model), other, job="capture")
     assert (result.code, result.summary["rows"], result.summary["quarantined"]) == (0, 19, 1), result.stderr
     scores = [row for file in (run / "capture" / "scores").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert len(scores) == 20
@@ -124,6 +128,22 @@ def _with_answer_of(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any
     )
     assert made["sequence_id"] == row["sequence_id"]
     return made
+
+
+def test_a_sequence_that_the_target_cannot_read_is_set_aside_with_its_length(
+    model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = RunDir(make_tiny_run(tmp_path / "run", model, sequences[:20]))
+    made = corpus.make(run_dir)
+    config = load("smollm2-cpu", words(run_dir.path, model))
+    capturer = Capturer(capture.settings_of(run_dir, config, made, resolve(str(model), weights=True)))
+    capturer._target.longest = limit = int(np.median(made.tokens))  # as an engine with a short context has one
+    for captured in capturer.capture(range(len(made))):
+        tokens = int(made.tokens[captured.row])
+        said = f"{tokens} tokens, and the capturing server reads {limit}" if tokens > limit else None
+        assert (captured.reason, captured.score is None) == (said, tokens > limit)
+        assert captured.states.shape == (tokens, 4 * HIDDEN)
+        assert bool(captured.states.any()) == (tokens <= limit)
 
 
 def test_other_settings_than_those_of_the_cache_are_refused(whole: tuple[Path, Result], model: Path) -> None:

@@ -91,6 +91,23 @@ def test_a_second_run_is_a_no_op_and_a_larger_limit_extends_it(cluster: Jobs, ta
     assert_sound(run)
 
 
+def test_prompts_that_come_while_a_job_runs_are_the_next_jobs(cluster: Jobs, target: Path, tmp_path: Path) -> None:
+    prompts, run = write_prompts(tmp_path / "p.jsonl", 40), tmp_path / "run"
+    later = write_prompts(tmp_path / "later.jsonl", 10, start=40).read_text()
+    with fake_server(target, base_latency_s=0.5, max_running=8) as server:
+        words = settings(run, target, prompts, server.url)
+        job = cluster.start(*words)
+        wait_for_requests(server, 5, job)
+        with prompts.open("a") as file:
+            file.write(later)
+        _, stderr = job.communicate(timeout=120)
+        assert job.returncode == 0, stderr
+        again = cluster.run(*words)
+    assert again.code == 0, again.stderr
+    stored = rows(run, "sequences") + rows(run, "rejected")
+    assert sorted(row["prompt_id"] for row in stored) == sorted(f"p{i}" for i in range(50))
+
+
 def test_data_of_other_settings_is_refused_until_it_is_set_aside(cluster: Jobs, target: Path, tmp_path: Path) -> None:
     prompts, run = write_prompts(tmp_path / "p.jsonl", 20), tmp_path / "run"
     with fake_server(target) as server:
@@ -278,6 +295,11 @@ def test_a_dry_run_prints_the_plan_and_generates_nothing(cluster: Jobs, target: 
     assert f"at most {30 * 40:,} answer" in result.stdout
     assert "1 fit" in result.stdout
     assert rows(run, "sequences") == []
+    words = [word for word in settings(run, target, prompts) if "endpoints" not in word]
+    own = cluster.run(*words, "generate.servers=1", "--dry-run")
+    assert own.code == 0, own.stderr
+    assert "30 rows" in own.stdout
+    assert "servers: the job starts them" in own.stdout
 
 
 def test_a_job_is_submitted_and_stopped_with_ray_job(cluster: Jobs, target: Path, tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from eagle3_ray import train
-from eagle3_ray.config import load
+from eagle3_ray import corpus, train
+from eagle3_ray.batches import steps
+from eagle3_ray.config import ConfigError, load
 from eagle3_ray.drafter.export import validate
 from eagle3_ray.runs import FingerprintMismatch, RunError
+from eagle3_ray.target.files import resolve
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
 from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers
+from tests.runs import sequence
 from tests.writing_model import make_tiny_run
 
 
@@ -186,6 +191,50 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
     result = cluster.run(*words(run, model), job="train")
     assert result.code == 0, result.stderr
     assert curve(run) == curve(whole[0])
+
+
+def test_a_training_that_was_killed_behind_its_last_checkpoint_is_finished(
+    cluster: Jobs, whole: tuple[Path, Result], model: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(whole[0], tmp_path / "run", symlinks=True))
+    for name in ("train/finished.json", "train/_SUCCESS", "summaries/train.json"):
+        (run / name).unlink()
+    shutil.rmtree(run / "train" / "drafter")
+    result = cluster.run(*words(run, model), job="train")
+    assert (result.code, result.summary["status"]) == (0, "complete"), result.stderr
+    assert curve(run) == curve(whole[0])
+    ours, theirs = (load_file(folder / "train" / "drafter" / "model.safetensors") for folder in (run, whole[0]))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_a_batch_of_which_all_was_set_aside_may_come_first(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = [*words(tmp_path / "run", model), "train.feed=cache", "train.batch_tokens=24", "train.epochs=1"]
+    config = load("smollm2-cpu", settings)
+    made = corpus.make(make_tiny_run(tmp_path / "honest", model, sequences))
+    rows = np.flatnonzero(~made.heldout(config.train.heldout)).tolist()
+    order = steps(made.tokens, rows, batch_tokens=24, step_tokens=config.train.step_tokens, epochs=1, seed=0)
+    first = [made.sequence_id(row) for row in next(iter(order)).batches[0].rows]
+    changed = [
+        sequence(row["prompt_id"], row["prompt_ids"], row["output_ids"][::-1], row["output_logprobs"], row["partition"])
+        if row["sequence_id"] in first
+        else row
+        for row in sequences
+    ]
+    run = make_tiny_run(tmp_path / "run", model, changed)
+    captured = cluster.run(*settings, job="capture")
+    assert (captured.code, captured.summary["quarantined"]) == (0, len(first)), captured.stderr
+    result = cluster.run(*settings, job="train")
+    assert result.code == 0, result.stderr
+    assert read_log(run / "train" / "steps.jsonl")[1]["set_aside"] == len(first)
+
+
+def test_a_warm_start_that_reads_other_layers_is_refused(whole: tuple[Path, Result], model: Path) -> None:
+    other = [*words(whole[0].with_name("other"), model), f"train.drafter={whole[0] / 'train' / 'drafter'}"]
+    config = load("smollm2-cpu", [*other, "capture.layers=[1,3,5]"])
+    with pytest.raises(ConfigError, match=r"reads the layers \[2, 4, 5\].*Set capture\.layers=\[2, 4, 5\]"):
+        train._check_layers(Path(str(config.train.drafter)), config.capture, resolve(str(model), weights=True))
 
 
 def test_other_settings_are_refused_with_their_name(whole: tuple[Path, Result], model: Path) -> None:

@@ -23,7 +23,7 @@ from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.packed import PackedBatch
 from eagle3_ray.drafter.rollout import TargetHead, rollout
-from eagle3_ray.target.files import TargetFiles
+from eagle3_ray.target.files import TargetError, TargetFiles
 from eagle3_ray.target.protocol import States, TokenSequence
 
 LAYERS, STEPS = (2, 3, 4), 3
@@ -158,6 +158,18 @@ def causes(world: World, folder: Path) -> list[str]:
     findings = diagnosed(folder, world.evidence, 1.0, world.length)
     print(*findings, sep="\n")
     return [finding.cause for finding in findings]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), TargetError("own code"), ValueError("requires accelerate")]
+)
+def test_a_target_that_cannot_be_loaded_is_told_and_costs_no_measurement(world: World, error: Exception) -> None:
+    def gather() -> Evidence:
+        raise error
+
+    [finding] = diagnose_folder(world.folder, TARGET, 1.0, world.length, gather)
+    assert finding.cause == "unknown"
+    assert str(error) in finding.evidence
 
 
 def test_a_drafter_that_works_on_the_targets_states_but_not_in_the_engine_is_a_matter_of_serving(world: World) -> None:

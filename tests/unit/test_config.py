@@ -161,6 +161,7 @@ def test_a_key_that_is_near_nothing_points_to_help(minimal: str) -> None:
         ("generate.endpoints=h1:30000", ["generate.endpoints", "'h1:30000' is not a URL", "http://HOST:PORT"]),
         ("generate.endpoints=http://a:1,http://a:1/", ["generate.endpoints", "names a server twice"]),
         ("run.dir=s3://bucket/run", ["run.dir='s3://bucket/run'", "every node mounts"]),
+        ("run.dir=runs/lr=1e-4[2]", ["run.dir='runs/lr=1e-4[2]'", "holds = and [, which readers of Parquet"]),
         ("train.loss=tv", ["train.loss='tv': input should be 'kl' or 'lk'. --help tells what it means."]),
         (
             "run.mirror=hdfs://host/run",

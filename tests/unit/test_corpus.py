@@ -4,11 +4,14 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pytest
 
 from eagle3_ray import corpus
-from eagle3_ray.runs import RunError
+from eagle3_ray.errors import explain
+from eagle3_ray.ledger import Ledger
+from eagle3_ray.runs import RunDir, RunError
 from tests.runs import make_run, sequence
 
 ROWS = [
@@ -142,3 +145,16 @@ def test_a_corpus_travels_to_an_actor_as_its_folder(tmp_path: Path) -> None:
     there = pickle.loads(pickle.dumps(made))
     assert np.array_equal(there.ids(3), made.ids(3))
     assert len(pickle.dumps(made)) < 1000
+
+
+@pytest.mark.parametrize("setting", [{"temp_directory": "/proc/none"}, {"max_temp_directory_size": "1MB"}])
+def test_a_disk_without_room_to_sort_is_not_taken_for_damage(tmp_path: Path, setting: dict[str, str]) -> None:
+    memory: dict[str, Any] = {"memory_limit": "20MB", "temp_directory": str(tmp_path / "spill"), **setting}
+    ledger = Ledger(RunDir(tmp_path))
+    with (
+        pytest.raises(OSError, match=r"create|offload") as caught,
+        ledger.asked("A file"),
+        duckdb.connect(config=memory) as db,
+    ):
+        db.execute("SELECT * FROM range(20000000) t(i) ORDER BY hash(i) DESC, i LIMIT 5 OFFSET 19000000").fetchall()
+    assert explain(caught.value).startswith(f"The disk is full ({tmp_path}). Free some space")

@@ -31,8 +31,10 @@ def test_auto_takes_all_gpus_of_the_nodes_that_live() -> None:
     assert +places("auto", 1, nodes) == Counter({"a": 8, "b": 7})
 
 
-def test_auto_leaves_gpus_that_no_cpu_is_there_to_serve() -> None:
-    assert +places("auto", 1, [node("a", CPU=3, GPU=8)]) == Counter({"a": 3})
+def test_auto_leaves_gpus_that_no_cpu_is_there_to_serve_and_a_cpu_for_the_job_itself() -> None:
+    assert +places("auto", 1, [node("a", CPU=3, GPU=8)]) == Counter({"a": 2})
+    assert +places("auto", 1, [node("a", CPU=3, GPU=8), node("b", CPU=2, GPU=8)]) == Counter({"a": 2, "b": 2})
+    assert +places("auto", 1, [node("a", CPU=1, GPU=8)]) == Counter()
 
 
 def test_auto_without_gpus_is_one_server_a_node_that_has_a_cpu_to_give() -> None:

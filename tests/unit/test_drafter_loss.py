@@ -135,3 +135,12 @@ def test_the_teacher_is_the_full_distribution_renormalised_over_the_draft_vocabu
     expected = full[:, drafted] / full[:, drafted].sum(-1, keepdim=True)
     torch.testing.assert_close(teacher_probabilities(last_hidden, lm_head[drafted]), expected)
     assert greedy_tokens(last_hidden, lm_head).tolist() == full.argmax(-1).tolist()
+
+
+def test_a_target_that_caps_its_logits_teaches_what_it_says() -> None:
+    torch.manual_seed(0)
+    last_hidden, draft_rows = 9 * torch.randn(50, 16), torch.randn(20, 16)
+    logits = last_hidden @ draft_rows.T
+    expected = (30 * (logits / 30).tanh()).softmax(-1)
+    torch.testing.assert_close(teacher_probabilities(last_hidden, draft_rows, 30.0), expected)
+    assert (teacher_probabilities(last_hidden, draft_rows) - expected).abs().max() > 0.05

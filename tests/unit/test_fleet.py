@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from eagle3_ray.generator import AnswerLengths
 from eagle3_ray.sglang import fleet as fleet_module
-from eagle3_ray.sglang.fleet import AnswerLengths, Endpoint, Fleet, Load, NoServer, RowFailed
+from eagle3_ray.sglang.fleet import Endpoint, Fleet, Load, NoServer, RowFailed
 from eagle3_ray.sglang.probe import ServerFacts
 from eagle3_ray.sglang.protocol import Answer, Refused, Transient, Unauthorized
 from tests.fakes.sglang_server import FAULTS, FakeServer, token_logprobs
@@ -249,6 +250,7 @@ def test_a_restarted_server_is_probed_and_used_again() -> None:
     [
         ({"weight_version": "v2"}, "came back with other settings.*v2"),
         ({"model_seed": 5}, "came back with another model"),
+        ({"context_length": 64}, "came back with less room: a context of 64 tokens"),
         ({"faults": {"strip_token": 1.0}, "strip_ids": [EOS], "faults_hit_probe": True}, "token 2 was forced"),
     ],
 )

@@ -78,6 +78,13 @@ def _make(folder: Path, files: Rows, settings: PlanSettings | None = None, rows_
     return Made({count["partition"]: count for count in counts}, units, folder)
 
 
+def test_a_choice_that_was_killed_is_made_again(tmp_path: Path) -> None:
+    made = _make(tmp_path / "plan", {"B1/x": [{"id": "q", "input_ids": [1, 2]}]})
+    counts = choose(made.folder, [], **_settings().choice())  # as Ray does with the task of a worker that died
+    assert counts == list(made.counts.values())
+    assert [path.name for path in (made.folder / "units").iterdir()] == ["000000.parquet"]
+
+
 def _random_rows(seed: int) -> Rows:
     """Three partitions with duplicates, ids that stand twice, missing ids and bad rows."""
     rng = random.Random(seed)

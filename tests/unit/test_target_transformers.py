@@ -1,5 +1,6 @@
 """The transformers backend against transformers' own list of hidden states."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_a_sliding_window_is_left_to_the_models_own_attention(tmp_path: Path) ->
     assert target._decoder.config._attn_implementation != PACKED
     assert target.packed
     agree(folder, target.capture(asked), asked)
+
+
+def test_chunks_that_are_longer_than_any_probe_are_left_to_the_models_own_attention(tmp_path: Path) -> None:
+    """Llama 4 says only in its configuration that a token sees no more than its chunk."""
+    folder = tiny_llama(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for own in ({"attention_chunk_size": 8192}, {"layer_types": ["full_attention", "chunked_attention"] * 4}):
+        (folder / "config.json").write_text(json.dumps(config | own))
+        target = TransformersTarget(folder, dtype="float32", device="cpu")
+        assert target._decoder.config._attn_implementation != PACKED
 
 
 def test_prefill_reads_the_same_batches_as_capture_and_keeps_nothing(target: TransformersTarget) -> None:
@@ -132,11 +143,11 @@ def test_a_model_of_its_own_code_is_refused_until_that_code_is_trusted(
     refusal = r"target\.trust_remote_code=false, and \S+odd can only be loaded by the Python code in it"
     settings = CaptureSettings(cast(Corpus, None), folder, LAYERS, "transformers", "float32", 0, 1, 1024, 1.0)
     with pytest.raises(TargetError, match=refusal):
-        _open(settings, 0)
+        _open(settings, None)
     with pytest.raises(TargetError, match=refusal):
         second_route(folder, LAYERS, asked, torch.float32)
     assert not (tmp_path / "modules").exists()  # nothing of it ran
-    target = _open(replace(settings, trust_remote_code=True), 0)
+    target = _open(replace(settings, trust_remote_code=True), None)
     agree(llama, target.capture([asked]), [asked])
     states = second_route(folder, LAYERS, asked, torch.float32, trust_remote_code=True)
     agree(llama, [states], [asked])

@@ -168,6 +168,11 @@ def _prepare(run_dir: RunDir, config: Config, target: TargetFiles, settings: Pla
     )
     nodes = cluster.nodes_that_reach(endpoints)
     cpus = sum(node["Resources"].get("CPU", 0.0) for node in nodes) - crew.cpus()
+    if cpus < LIGHT:
+        raise ConfigError(
+            f"The nodes that reach {', '.join(endpoints)} give Ray no CPUs to ask from. Name the servers by an address "
+            "that other nodes reach, or start this node's Ray with some."
+        )
     pool = _pool(generate.max_in_flight, generate.max_new_tokens, facts, crew.most(), the_plan, cpus)
     return _Work(the_plan, settings, facts, silent, material, sampling, rules, pool)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Job
-from tests.jobs import Jobs, assert_sound, rows, settings, write_prompts
+from tests.jobs import Jobs, assert_sound, fake_server, row_requests, rows, settings, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
 IN_FLIGHT = 9
@@ -112,3 +112,14 @@ def test_a_cluster_without_room_for_one_server_is_told_so(cluster: Jobs, target:
     result = cluster.run(*words(tmp_path / "run", target, prompts, tmp_path / "servers"))
     assert result.code == 2, result.stderr
     assert "has no room for servers: 1 x (1 CPUs, 8 GPUs)" in result.stderr
+
+
+def test_servers_on_loopback_are_not_asked_from_other_nodes(target: Path, tmp_path: Path) -> None:
+    """Whose loopback is another one; a driver's node that gives Ray no CPUs can ask nobody then."""
+    with Nodes(head_cpus=0) as nodes, fake_server(target) as server:
+        nodes.add(num_cpus=4)
+        prompts = write_prompts(tmp_path / "p.jsonl", 3)
+        result = nodes.jobs.run(*settings(tmp_path / "run", target, prompts, server.url))
+        assert row_requests(server) == []
+    assert result.code == 2, result.stderr
+    assert f"The nodes that reach {server.url} give Ray no CPUs to ask from" in result.stderr

@@ -4,6 +4,7 @@ SGLang spawns its scheduler and detokenizer, and a spawned process imports this 
 stands at module level reaches all of them. Nothing here knows of the rest of eagle3_ray.
 """
 
+import multiprocessing
 from typing import Any
 
 import torchvision_ops  # noqa: F401  before SGLang, which imports torchvision
@@ -30,9 +31,19 @@ def report_packed(_method: object, layer: Any) -> None:
     layer.use_intel_amx_backend = True
 
 
+def fork_the_engine() -> None:
+    """Scheduler and detokenizer begin as copies of a process that has imported all of SGLang, which takes the longest.
+
+    SGLang spawns them because CUDA cannot be forked (sglang 0.5.23: entrypoints/engine.py); here is none.
+    """
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None
+
+
 use_the_stand_in()
 
 if __name__ == "__main__":
     import runpy
 
+    fork_the_engine()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

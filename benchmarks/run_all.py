@@ -72,6 +72,11 @@ BENCHMARKS = (
         (Figure("ratio", "best fixed concurrency of a sweep on the same real SGLang", at_least=0.95),),
     ),
     Benchmark(
+        "placement",
+        ("placement.py",),
+        (Figure("ratio", "the same conversations, each turn to the emptiest server", at_least=1.0),),
+    ),
+    Benchmark(
         "driver_memory",
         ("driver_memory.py",),
         (Figure("growth_mb", "the driver's memory when the plan of a million prompts begins", at_most=200),),

@@ -49,11 +49,9 @@ def nodes_that_reach(urls: Sequence[str]) -> list[dict[str, Any]]:
     return [node for node in living if node["NodeID"] == here] if _of_loopback(urls) else living
 
 
-def placed_to_reach(urls: Sequence[str]) -> dict[str, Any]:
-    """Options that keep actors on the nodes of `nodes_that_reach`, those that come later included."""
-    here = ray.get_runtime_context().get_node_id()
-    kept = NodeAffinitySchedulingStrategy(here, soft=False)
-    return {"scheduling_strategy": kept} if _of_loopback(urls) else {}
+def label_of_those_that_reach(urls: Sequence[str]) -> dict[str, str] | None:
+    """A label of Ray's that keeps actors on the nodes of `nodes_that_reach`, whichever come later."""
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()} if _of_loopback(urls) else None
 
 
 def _of_loopback(urls: Sequence[str]) -> bool:

@@ -38,7 +38,6 @@ def read_units(run_dir: RunDir, folder: str, groups_per_block: int) -> Dataset:
     ledger = Ledger(run_dir)
     committed = ray.put(committed_units(ledger))  # 8 bytes a unit
     units = ray.data.read_datasource(UnitsSource(folder, groups_per_block, committed), num_cpus=LIGHT)
-    units.context.target_max_block_size = None  # Ray would cut a large block between the turns of a unit
     units.context.checkpoint_config = CheckpointConfig(
         id_column="unit",
         checkpoint_path=str(ledger.checkpoint),

@@ -207,7 +207,7 @@ def _pipeline(run_dir: RunDir, config: Config, work: _Work, observer: Any, regis
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=LIGHT,
-        **cluster.placed_to_reach([fact.url for fact in work.facts]),
+        label_selector=cluster.label_of_those_that_reach([fact.url for fact in work.facts]),
         compute=ActorPoolStrategy(
             size=work.pool.actors,
             max_concurrent_calls_per_actor=work.pool.blocks_per_actor,

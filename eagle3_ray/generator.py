@@ -7,6 +7,7 @@ task on another actor without losing or doubling a row.
 import asyncio
 import time
 import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts
 from eagle3_ray.sglang.protocol import Refused, Sampling, Unauthorized
 from eagle3_ray.sglang.transport import open_session
 from eagle3_ray.telemetry import EndpointState, PartitionCounts, Report
+
+_MOST_BYTES = 32 << 20
+"""Of a block. Ray Data gathers up to 128 MiB, and what is half as large again it cuts by rows, also between turns."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Generator:
         self._out: dict[str, str] = {}
         self._starting: asyncio.Task[None] | None = None
 
-    async def __call__(self, batch: pa.Table) -> pa.Table:
+    async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         await self._starting
@@ -87,7 +91,8 @@ class Generator:
             await self._telemetry.stop.remote(explain(error))
             raise
         await self._send_report()  # the last block of a job may be followed by the actor's end
-        return pa.Table.from_pylist([row for unit in rows for row in unit], schema=BLOCK_SCHEMA)
+        for block in blocks_of(rows, _MOST_BYTES):
+            yield block
 
     def _say(self, event: str) -> None:
         self._telemetry.say.remote(event)
@@ -244,6 +249,15 @@ class Generator:
         self._report.since_last_answer_s = None if self._last_answer is None else now - self._last_answer
         reason: str | None = await self._telemetry.report.remote(self._name, self._report)
         return reason
+
+
+def blocks_of(units: Sequence[list[Row]], most_bytes: int) -> Iterator[pa.Table]:
+    """The units' rows in blocks of about `most_bytes`, each of whole units: a unit is committed with its first row."""
+    table = pa.Table.from_pylist([row for unit in units for row in unit], schema=BLOCK_SCHEMA)
+    units_each = max(1, len(units) * most_bytes // max(1, table.nbytes))
+    for first in range(0, len(units), units_each):
+        before = sum(map(len, units[:first]))
+        yield table.slice(before, sum(map(len, units[first : first + units_each])))
 
 
 class AnswerLengths:

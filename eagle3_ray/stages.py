@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,6 +28,14 @@ SETUP_ERRORS = (ConfigError, PromptSourceError, RunError, ServerFailed, TargetEr
 
 Summary = dict[str, Any]
 Stage = Callable[[Config], Summary]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """When a job began: by the clock that people read, and by the one that nobody sets."""
+
+    stamp: float
+    monotonic: float
 
 
 def carried_out(stage: str) -> Callable[[Stage], Stage]:
@@ -51,7 +60,7 @@ def carried_out(stage: str) -> Callable[[Stage], Stage]:
 
 
 def _watched(stage: str, run: Stage, config: Config, run_dir: RunDir) -> Summary:
-    started = time.time()
+    started = _Start(time.time(), time.monotonic())
     run_log.event("job started")
     _remember(run_dir, stage, started, "running", None)
     try:
@@ -89,17 +98,18 @@ def sentence(error: BaseException) -> str:
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
-def _end(run_dir: RunDir, stage: str, started: float, status: str, cause: str | None) -> None:
+def _end(run_dir: RunDir, stage: str, started: _Start, status: str, cause: str | None) -> None:
+    seconds = round(time.monotonic() - started.monotonic, 1)
     if status == "complete":
-        run_log.event("job complete", seconds=round(time.time() - started, 1))
+        run_log.event("job complete", seconds=seconds)
     else:
-        run_log.event(f"job {status}", logging.ERROR, cause=cause, seconds=round(time.time() - started, 1))
+        run_log.event(f"job {status}", logging.ERROR, cause=cause, seconds=seconds)
     _remember(run_dir, stage, started, status, cause)
 
 
-def _remember(run_dir: RunDir, stage: str, started: float, status: str, cause: str | None) -> None:
+def _remember(run_dir: RunDir, stage: str, started: _Start, status: str, cause: str | None) -> None:
     with suppress(OSError):  # a run directory that cannot be written is what the job itself complains of
-        run_dir.write_last_job(stage, started, status, cause)
+        run_dir.write_last_job(stage, started.stamp, status, cause)
 
 
 def _belongs_to_another(run_dir: RunDir) -> bool:

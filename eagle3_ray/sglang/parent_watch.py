@@ -26,7 +26,10 @@ def replace_by(command: list[str]) -> None:
         except ProcessLookupError:
             pass  # it is gone already
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise SystemExit(f"{command[0]}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

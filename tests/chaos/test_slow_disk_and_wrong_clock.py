@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from eagle3_ray.runs import write_text
 from tests.forks import REPOSITORY
 from tests.jobs import assert_sound, assert_times_add_up, fake_server, row_requests, rows, settings, write_prompts
 from tests.nodes import Nodes
@@ -46,18 +47,20 @@ def test_late_writes_and_a_clock_that_jumps_lose_nothing(
         for _ in range(ROUNDS):
             wait_for_answers(job, goal=len(row_requests(server)) + dice.randint(5, 40), server=server)
             delay.write_bytes(struct.pack("<q", dice.choice([0, 1_000, 10_000])))  # down to 100 KiB/s
-            clock.write_text(str(dice.choice([-DAY_S, 0, DAY_S])))
+            write_text(clock, str(dice.choice([-DAY_S, 0, DAY_S])))
             job.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM]))
             job.communicate(timeout=120)
             job = start(nodes, words)
         wait_for_answers(job, goal=len(row_requests(server)) + 5, server=server)
-        clock.write_text(str(2 * DAY_S))  # as behind a laptop's sleep; Ray Data waits for one that goes back
+        write_text(clock, str(2 * DAY_S))  # as behind a laptop's sleep; Ray Data waits for one that goes back
         stdout, stderr = job.communicate(timeout=400)
         assert job.returncode == 0, stderr
         assert_times_add_up(json.loads(stdout.splitlines()[-1]))
     stored = rows(run, "sequences") + rows(run, "rejected")
     assert sorted(row["prompt_id"] for row in stored) == sorted(f"p{i}" for i in range(PROMPTS))
     assert_sound(run)
+    log = [json.loads(line) for line in (run / "logs" / "generate.jsonl").read_text().splitlines()]
+    assert all(0 <= line["seconds"] < 600 for line in log if "seconds" in line)
 
 
 def slow_writes(folder: Path) -> Path:

@@ -1,47 +1,49 @@
 """What a commit is of: whole units, however long their answers are."""
 
 import itertools
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import ray
 from ray.data import DataContext
 
-from eagle3_ray.commits import read_units
-from eagle3_ray.plan_units import UNIT_SCHEMA
-from eagle3_ray.runs import RunDir
+from eagle3_ray.generator import blocks_of
+from eagle3_ray.records import BLOCK_SCHEMA
 
-TURNS, LETTERS = 3, 4000
+TURNS, TOKENS, UNITS = 3, 1000, 64
+BLOCK_BYTES = 10 * 8 * TOKENS
 
 
-def _turns(units: pa.Table) -> pa.Table:
-    ids = [unit for unit in units["unit"].to_pylist() for _ in range(TURNS)]
-    return pa.table({"unit": ids, "answer": ["x" * LETTERS] * len(ids)})
+def turns(units: pa.Table) -> list[list[dict[str, Any]]]:
+    """Rows of long conversations, and of one that failed."""
+    row = {"output_ids": [7] * TOKENS, "output_logprobs": [-0.5] * TOKENS}
+    return [
+        [{**row, "unit": unit, "turn": n} for n in range(TURNS if unit else 0)] for unit in units["unit"].to_pylist()
+    ]
+
+
+def whole(units: pa.Table) -> Iterator[pa.Table]:
+    yield from blocks_of(turns(units), BLOCK_BYTES // 4)
+
+
+def at_once(units: pa.Table) -> pa.Table:
+    return pa.Table.from_pylist([row for unit in turns(units) for row in unit], schema=BLOCK_SCHEMA)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_no_block_ends_between_the_turns_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_block_ends_between_the_turns_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit is committed with the first of its rows: turns in a later block would be lost to a kill between both."""
-    run, folder = RunDir(tmp_path / "run"), tmp_path / "units"
-    folder.mkdir()
-    row = {"partition": "p", "sample_index": 0, "file": "f", "line": 1, "prompt_ids": [1], "turns": TURNS}
-    units = pa.Table.from_pylist([{**row, "unit": i, "prompt_id": str(i)} for i in range(64)], schema=UNIT_SCHEMA)
-    pq.write_table(units, folder / "000000.parquet", write_page_checksum=True)
-    monkeypatch.setattr(DataContext.get_current(), "target_max_block_size", 10 * LETTERS)
-    made = read_units(run, str(folder), 1).map_batches(_turns, batch_size=None, batch_format="pyarrow").materialize()
-    blocks = [ray.get(ref)["unit"].to_pylist() for ref in made.get_internal_block_refs()]
-    assert sum(map(len, blocks)) == 64 * TURNS
-    for number, block in enumerate(blocks):
-        assert all(set(block).isdisjoint(other) for other in blocks[number + 1 :])
-
-
-@pytest.mark.usefixtures("cluster")
-def test_ray_would_cut_a_block_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rows alone; which is why the test above means something."""
-    monkeypatch.setattr(DataContext.get_current(), "target_max_block_size", 10 * LETTERS)
-    units = ray.data.from_arrow(pa.table({"unit": list(range(64))}))
-    made = units.map_batches(_turns, batch_size=None, batch_format="pyarrow").materialize()
-    blocks = [ray.get(ref)["unit"].to_pylist() for ref in made.get_internal_block_refs()]
-    assert any(set(one) & set(other) for one, other in itertools.pairwise(blocks))
+    monkeypatch.setattr(DataContext.get_current(), "target_max_block_size", BLOCK_BYTES)
+    cut: dict[str, bool] = {}
+    for made in (whole, at_once):
+        units = ray.data.from_arrow(pa.table({"unit": list(range(UNITS))}))
+        blocks = (
+            units.map_batches(made, batch_size=None, batch_format="pyarrow").materialize().get_internal_block_refs()
+        )
+        rows = [ray.get(block).select(["unit", "turn"]).to_pylist() for block in blocks]
+        assert len(rows) > 5
+        assert list(itertools.chain(*rows)) == [{"unit": u, "turn": n} for u in range(1, UNITS) for n in range(TURNS)]
+        cut[made.__name__] = any(one[-1]["unit"] == other[0]["unit"] for one, other in itertools.pairwise(rows))
+    assert cut == {"whole": False, "at_once": True}  # the second is why this means something

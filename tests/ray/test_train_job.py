@@ -17,7 +17,7 @@ from eagle3_ray import corpus, train
 from eagle3_ray.batches import steps
 from eagle3_ray.config import ConfigError, load
 from eagle3_ray.drafter.export import validate
-from eagle3_ray.runs import FingerprintMismatch, RunError
+from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.target.files import resolve
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
@@ -212,7 +212,7 @@ def test_a_batch_of_which_all_was_set_aside_may_come_first(
 ) -> None:
     settings = [*words(tmp_path / "run", model), "train.feed=cache", "train.batch_tokens=24", "train.epochs=1"]
     config = load("smollm2-cpu", settings)
-    made = corpus.make(make_tiny_run(tmp_path / "honest", model, sequences))
+    made = corpus.make(RunDir(make_tiny_run(tmp_path / "honest", model, sequences)))
     rows = np.flatnonzero(~made.heldout(config.train.heldout)).tolist()
     order = steps(made.tokens, rows, batch_tokens=24, step_tokens=config.train.step_tokens, epochs=1, seed=0)
     first = [made.sequence_id(row) for row in next(iter(order)).batches[0].rows]

@@ -29,7 +29,7 @@ from benchmarks.local_cluster import say  # noqa: E402
 from eagle3_ray.sglang.fleet import Fleet  # noqa: E402
 from eagle3_ray.sglang.probe import ProbeMaterial, probe  # noqa: E402
 from eagle3_ray.sglang.protocol import Sampling  # noqa: E402
-from eagle3_ray.sglang.transport import open_session, post  # noqa: E402
+from eagle3_ray.sglang.transport import open_session  # noqa: E402
 from eagle3_ray.sglang_cpu import Server, model  # noqa: E402
 
 TURNS = 3
@@ -76,10 +76,10 @@ def main() -> None:
 
 async def converse(urls: list[str], sampling: Sampling, arguments: argparse.Namespace, again: bool) -> float:
     """Seconds from the first request to the last answer."""
-    material = ProbeMaterial(model().name, None, (), "Hi", (23066,), (1, 1520), (2,))
+    material = ProbeMaterial(model().name, None, (), "Hi", (26843,), (1, 26843), (2,))
     async with open_session(None, 600) as session:
         for url in urls:
-            await post(session, f"{url}/flush_cache", {})
+            (await session.post(f"{url}/flush_cache")).raise_for_status()
         facts = [await probe(session, url, material, sampling) for url in urls]
     fleet = Fleet(
         facts,

@@ -4,6 +4,7 @@ Before the first sequence the target has to reproduce what the engine said of se
 every sequence is held against its recorded log-probabilities. What does not fit comes out with its reason.
 """
 
+import math
 import time
 import warnings
 from collections import deque
@@ -97,26 +98,10 @@ class Capturer:
     def capture(self, rows: Sequence[int]) -> list[Captured]:
         """The states of sequences of the corpus, each proved, in the order given."""
         started = time.monotonic()
-        longest = self._target.longest
-        short = [row for row in rows if longest is None or self._corpus.tokens[row] <= longest]
-        read = iter(self._states([self._sequence(row) for row in short]) if short else ())
-        found = []
-        for row in rows:
-            if row not in short:
-                found.append(self._unread(row))
-                continue
-            states = next(read)
-            score = on_policy(
-                states,
-                self._sequence(row),
-                self._corpus.logprobs(row),
-                self._parts,
-                temperature=self._settings.temperature,
-            )
-            joined = torch.cat([states.aux_hidden, states.last_hidden], dim=1)
-            likeliest = torch.full((len(joined),), -1, dtype=torch.int64)
-            likeliest[len(joined) - 1 - score.tokens : -1] = score.likeliest
-            found.append(Captured(row, joined, likeliest, score, self._settings.limits.reason(score)))
+        read = [row for row in rows if self._is_read(row)]
+        states = self._states([self._sequence(row) for row in read]) if read else []
+        by_row = dict(zip(read, states, strict=True))
+        found = [self._scored(row, by_row[row]) if row in by_row else self._unread(row) for row in rows]
         self._scores.extend(captured.score for captured in found if captured.score is not None)
         if (reason := self._settings.limits.reason_for_all(self._scores)) is not None:
             raise CaptureError(reason)
@@ -128,6 +113,23 @@ class Capturer:
                 self._metrics.set_aside()
         return found
 
+    def _is_read(self, row: int) -> bool:
+        longest = self._target.longest
+        return longest is None or bool(self._corpus.tokens[row] <= longest)
+
+    def _scored(self, row: int, states: States) -> Captured:
+        score = on_policy(
+            states,
+            self._sequence(row),
+            self._corpus.logprobs(row),
+            self._parts,
+            temperature=self._settings.temperature,
+        )
+        joined = torch.cat([states.aux_hidden, states.last_hidden], dim=1)
+        likeliest = torch.full((len(joined),), -1, dtype=torch.int64)
+        likeliest[len(joined) - 1 - score.tokens : -1] = score.likeliest
+        return Captured(row, joined, likeliest, score, self._settings.limits.reason(score))
+
     def _unread(self, row: int) -> Captured:
         tokens, width = int(self._corpus.tokens[row]), STATES * len(self._parts.norm)
         reason = f"{tokens} tokens, and the capturing server reads {self._target.longest}"
@@ -136,7 +138,9 @@ class Capturer:
 
     def prefill_speed(self, rows: Sequence[int]) -> float:
         """Tokens/s of the target when it reads these sequences and gives nothing away. Raises TargetDead."""
-        sequences = [self._sequence(row) for row in rows]
+        sequences = [self._sequence(row) for row in rows if self._is_read(row)]
+        if not sequences:
+            return math.inf
         started = time.monotonic()
         self._target.prefill(sequences)
         return sum(len(sequence.ids) for sequence in sequences) / (time.monotonic() - started)

@@ -144,6 +144,9 @@ def test_a_sequence_that_the_target_cannot_read_is_set_aside_with_its_length(
         assert (captured.reason, captured.score is None) == (said, tokens > limit)
         assert captured.states.shape == (tokens, 4 * HIDDEN)
         assert bool(captured.states.any()) == (tokens <= limit)
+    assert capturer.prefill_speed(range(len(made))) > 0  # of those that it reads
+    capturer._target.longest = 1
+    assert capturer.prefill_speed(range(len(made))) == float("inf")
 
 
 def test_other_settings_than_those_of_the_cache_are_refused(whole: tuple[Path, Result], model: Path) -> None:

@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray import cluster
-from eagle3_ray.config import Config
+from eagle3_ray.config import Config, Generate
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang.processes import ServerFailed
@@ -82,7 +82,7 @@ class Crew:
 
     def cpus(self) -> float:
         """CPUs that the servers hold which we started."""
-        return self._cpus_each * len(self._members)
+        return self._cpus_each * sum(member.failure is None for member in self._members)
 
     def failure(self) -> str | None:
         """Why the last of the servers was given up; None while there is another one, or none yet."""
@@ -151,6 +151,11 @@ def _is_of_the_server(error: ray.exceptions.RayError) -> bool:
     return isinstance(error, ray.exceptions.RayTaskError) or getattr(error, "actor_init_failed", False)
 
 
+def servers_to_start(generate: Generate) -> int | Literal["auto"]:
+    """How many servers a job starts: none where it is given some."""
+    return 0 if generate.endpoints else generate.servers
+
+
 @contextmanager
 def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
     """The servers to generate with, as soon as there is one; those that we start end with the block.
@@ -160,7 +165,7 @@ def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
         ConfigError: the cluster has no room for them.
     """
     generate, gpus = config.generate, config.generate.gpus_per_server
-    count = 0 if generate.endpoints else generate.servers
+    count = servers_to_start(generate)
     cpus = server_cpus(gpus)
     if count:
         servers = cluster.Need("servers", 1 if count == "auto" else count, cpus, gpus)
@@ -195,15 +200,14 @@ def places(count: int | Literal["auto"], gpus: int, nodes: Sequence[dict[str, An
     """Where how many servers of that many GPUs should stand; `nodes` as ray.nodes() lists them."""
     if count != "auto":
         return Counter({None: count})
-    living = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
-    most_cpus = max((room.get("CPU", 0.0) for _, room in living), default=0.0)
+    cpus = {node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in nodes if node["Alive"]}
+    if cpus:
+        cpus[max(cpus, key=lambda name: cpus[name])] -= _OWN_CPUS
     found: Counter[Place] = Counter()
-    kept = _OWN_CPUS
-    for name, room in living:
-        cpus = room.get("CPU", 0.0)
-        if cpus == most_cpus:
-            cpus, kept = cpus - kept, 0.0
-        found[name] = min(int(cpus / server_cpus(gpus)), int(room.get("GPU", 0.0) / gpus) if gpus else 1)
+    for node in nodes:
+        if (name := node["NodeID"]) in cpus:
+            by_gpu = int(node["Resources"].get("GPU", 0.0) / gpus) if gpus else 1
+            found[name] = min(int(cpus[name] / server_cpus(gpus)), by_gpu)
     return found
 
 

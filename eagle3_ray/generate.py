@@ -19,7 +19,7 @@ from eagle3_ray import cluster, plan, telemetry
 from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
-from eagle3_ray.crew import Crew, kept_up, serving
+from eagle3_ray.crew import Crew, kept_up, servers_to_start, serving
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import Ledger
@@ -98,7 +98,7 @@ def dry_run(config: Config) -> str:
         cluster.connect()
         try:
             settings, generate = _plan_settings(config, target), config.generate
-            if generate.servers and not generate.endpoints:
+            if servers_to_start(generate):
                 the_plan = plan.make(run_dir.stage(GENERATE) / "plan", settings, Ledger(run_dir).files())
                 return f"{_plan_text(config, the_plan)}\nservers: the job starts them (servers={generate.servers})"
             work = _prepare(run_dir, config, target, settings, Crew(generate.endpoints))

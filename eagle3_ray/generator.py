@@ -1,7 +1,7 @@
 """The actor that turns planned units into rows: it asks the servers, judges the answers and keeps a journal.
 
-One task is one block in, one block out, in input order, and every row of it can be asked for again: Ray may repeat a
-task on another actor without losing or doubling a row.
+One task is one block in and the rows of its units out, in input order and in blocks of whole units. Every row can be
+asked for again: Ray may repeat a task on another actor without losing or doubling a row.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class GeneratorSettings:
 
 
 class Generator:
-    """Ray Data's async map: a batch of units to a block of BLOCK_SCHEMA. Failed units are left to the next run."""
+    """Ray Data's async map: a batch of units to blocks of BLOCK_SCHEMA. Failed units are left to the next run."""
 
     def __init__(self, settings: GeneratorSettings, telemetry: Any, registry: Any) -> None:
         self._settings = settings
@@ -77,7 +77,6 @@ class Generator:
             outage_limit_s=settings.outage_limit_s,
             say=self._say,
         )
-        self._longest = min(facts.longest_prompt(settings.sampling.max_new_tokens) for facts in settings.facts)
         self._out: dict[str, str] = {}
         self._starting: asyncio.Task[None] | None = None
 
@@ -171,9 +170,9 @@ class Generator:
         return ids
 
     def _check_length(self, prompt_ids: list[int]) -> None:
-        if len(prompt_ids) > self._longest:
+        if len(prompt_ids) > self._fleet.longest_prompt:
             raise BadPrompt(
-                f"a prompt of {len(prompt_ids)} tokens, where the servers take {self._longest} beside "
+                f"a prompt of {len(prompt_ids)} tokens, where the servers take {self._fleet.longest_prompt} beside "
                 f"generate.max_new_tokens={self._settings.sampling.max_new_tokens}"
             )
 
@@ -255,9 +254,11 @@ def blocks_of(units: Sequence[list[Row]], most_bytes: int) -> Iterator[pa.Table]
     """The units' rows in blocks of about `most_bytes`, each of whole units: a unit is committed with its first row."""
     table = pa.Table.from_pylist([row for unit in units for row in unit], schema=BLOCK_SCHEMA)
     units_each = max(1, len(units) * most_bytes // max(1, table.nbytes))
+    before = 0
     for first in range(0, len(units), units_each):
-        before = sum(map(len, units[:first]))
-        yield table.slice(before, sum(map(len, units[first : first + units_each])))
+        rows = sum(map(len, units[first : first + units_each]))
+        yield table.slice(before, rows)
+        before += rows
 
 
 class AnswerLengths:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.fakes.sglang_server"])
+STAND_IN = "tests.fakes.sglang_server"
+FORKS.set_forkserver_preload([STAND_IN])
 
 
 def preload_jobs() -> None:
     """For tests that start jobs: what these import takes seconds each time. Works before the first fork only."""
     stages = [f"eagle3_ray.{stage}" for stage in ("generate", "capture", "train", "evaluate", "pipeline")]
-    FORKS.set_forkserver_preload(["tests.fakes.sglang_server", *stages])
+    FORKS.set_forkserver_preload([STAND_IN, *stages])
 
 
 class Job:

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.dataset as ds
 
 from tests.fakes.sglang_server import FakeServer, answer
@@ -88,6 +90,11 @@ def settings(run: Path, target: Path, prompts: Path, *urls: str) -> list[str]:
     ]
 
 
+def processes_of(name: str) -> list[int]:
+    """The actors of that class on this machine, by the name that Ray gives their processes."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if name in " ".join(p.info["cmdline"] or ())]
+
+
 def left_by_killed_writers(run: Path) -> list[Path]:
     """What was being written when its writer died, and is under its temporary name still."""
     return [path for path in run.rglob(".*") if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name)]
@@ -144,7 +151,7 @@ def sequence_of(request: dict[str, Any]) -> str:
     return str(request["rid"]).split("-")[0]
 
 
-def wait_for_requests(server: FakeServer, count: int, job: Job | None = None) -> None:
+def wait_for_requests(server: FakeServer, count: int, job: Job | subprocess.Popen[str] | None = None) -> None:
     """Returns when the server has seen that many requests for rows; fails when the job ends before."""
     deadline = time.monotonic() + 120
     while len(row_requests(server)) < count:

@@ -111,7 +111,7 @@ class Fleet:
     ) -> None:
         self._say = say
         self._reference = facts[0]
-        self._longest_prompt = min(fact.longest_prompt(sampling.max_new_tokens) for fact in facts)
+        self.longest_prompt = min(fact.longest_prompt(sampling.max_new_tokens) for fact in facts)
         self._share = share
         self.endpoints = {fact.url: Endpoint(fact, *_room(fact, share)) for fact in facts}
         self._open_session = open_session
@@ -294,7 +294,7 @@ class Fleet:
                 facts = await probe(self._session, url, self._material, self._sampling)
                 if dict(facts.settings) != dict(self._reference.settings):
                     raise Unfit(f"it came back with other settings: {dict(facts.settings)}")
-                if facts.longest_prompt(self._sampling.max_new_tokens) < self._longest_prompt:
+                if facts.longest_prompt(self._sampling.max_new_tokens) < self.longest_prompt:
                     raise Unfit(f"it came back with less room: a context of {facts.context} tokens")
                 if not same_model(facts.prompt_logprobs, self._reference.prompt_logprobs):
                     raise Unfit("it came back with another model")

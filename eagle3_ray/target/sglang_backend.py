@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -46,7 +47,6 @@ class SGLangTarget:
         self._hidden_size = int(text_config(config)["hidden_size"])
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._cleanup = ExitStack()
-        self._longest: int | None = None
 
     @classmethod
     def connect(cls, url: str, folder: Path, layers: Sequence[int] | None = None, dtype: str = "bfloat16") -> Self:
@@ -59,7 +59,7 @@ class SGLangTarget:
         config = read_config(folder)
         chosen = resolve_layers(config, layers)
         target = cls(url, config, chosen, dtype)
-        _check_flags(url, target._run(target._server_info()), served_ids(chosen, keeps_ids(config)))
+        _check_flags(url, target._info, served_ids(chosen, keeps_ids(config)))
         return target
 
     @classmethod
@@ -94,12 +94,15 @@ class SGLangTarget:
             target._cleanup = cleanup.pop_all()
             return target
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """See `Target.longest`: sglang 0.5.23 refuses a prompt of max_req_input_len tokens (managers/tp_worker.py)."""
-        if self._longest is None:
-            self._longest = int(self._run(self._server_info())["max_req_input_len"]) - 1
-        return self._longest
+        return int(self._info["max_req_input_len"]) - 1
+
+    @cached_property
+    def _info(self) -> dict[str, Any]:
+        """What the server says of itself, asked once."""
+        return self._run(self._server_info())
 
     def capture(self, sequences: Sequence[TokenSequence]) -> list[States]:
         """See `Target.capture`. Threads may call it side by side."""

@@ -13,23 +13,13 @@ import pytest
 
 from eagle3_ray.target.sglang_server import SHARED_MEMORY
 from tests.forks import Job
-from tests.jobs import Jobs, left_by_killed_writers
+from tests.jobs import Jobs, left_by_killed_writers, processes_of
 from tests.ray.test_capture_job import assert_states_are_the_models, shard_files, words
-from tests.writing_model import make_tiny_model, make_tiny_run, written_by
+from tests.writing_model import make_tiny_run
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
 KILLS_OF_A_RUN = 4
 SEQUENCES = 60
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-model")
-
-
-@pytest.fixture(scope="module")
-def sequences(model: Path) -> list[dict[str, Any]]:
-    return written_by(model, SEQUENCES)
 
 
 def test_no_kill_loses_or_doubles_a_sequence(
@@ -55,6 +45,7 @@ def test_no_kill_loses_or_doubles_a_sequence(
         _, stderr = job.communicate(timeout=200)
         assert job.returncode == 0, stderr
         assert_states_are_the_models(run, model, SEQUENCES)
+        assert list((run / "capture" / "shards").glob(".*")) == []
         assert left_by_killed_writers(run) == []
 
 
@@ -89,7 +80,7 @@ def _wait(job: Job, reached: Callable[[], bool]) -> None:
 
 
 def _actor() -> int | None:
-    found = [p.pid for p in psutil.process_iter(["cmdline"]) if "ShardCapturer" in " ".join(p.info["cmdline"] or ())]
+    found = processes_of("ShardCapturer")
     return found[0] if found else None
 
 

@@ -7,12 +7,21 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.fakes.sglang_server import FakeServer
 from tests.forks import Job
-from tests.jobs import Jobs, assert_sound, fake_server, row_requests, rows, sequence_of, settings, write_prompts
+from tests.jobs import (
+    Jobs,
+    assert_sound,
+    fake_server,
+    processes_of,
+    row_requests,
+    rows,
+    sequence_of,
+    settings,
+    write_prompts,
+)
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
 PROMPTS = 90 * ROUNDS
@@ -74,8 +83,6 @@ def wait_until_generating(job: Job, *servers: FakeServer, answers: int) -> None:
 
 def generating_actor() -> int:
     """The process id of the one actor that generates."""
-    found = [
-        p.pid for p in psutil.process_iter(["cmdline"]) if "MapBatches(Generator)" in " ".join(p.info["cmdline"] or ())
-    ]
+    found = processes_of("MapBatches(Generator)")
     assert found, "no generating actor runs"
     return found[0]

@@ -8,7 +8,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,16 @@ import pytest
 
 from eagle3_ray.runs import write_text
 from tests.forks import REPOSITORY
-from tests.jobs import assert_sound, assert_times_add_up, fake_server, row_requests, rows, settings, write_prompts
+from tests.jobs import (
+    assert_sound,
+    assert_times_add_up,
+    fake_server,
+    row_requests,
+    rows,
+    settings,
+    wait_for_requests,
+    write_prompts,
+)
 from tests.nodes import Nodes
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "2"))
@@ -45,13 +53,13 @@ def test_late_writes_and_a_clock_that_jumps_lose_nothing(
         words = settings(run, target, write_prompts(tmp_path / "p.jsonl", PROMPTS), server.url)
         job = start(nodes, words)
         for _ in range(ROUNDS):
-            wait_for_answers(job, goal=len(row_requests(server)) + dice.randint(5, 40), server=server)
+            wait_for_requests(server, len(row_requests(server)) + dice.randint(5, 40), job)
             delay.write_bytes(struct.pack("<q", dice.choice([0, 1_000, 10_000])))  # down to 100 KiB/s
             write_text(clock, str(dice.choice([-DAY_S, 0, DAY_S])))
             job.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM]))
             job.communicate(timeout=120)
             job = start(nodes, words)
-        wait_for_answers(job, goal=len(row_requests(server)) + 5, server=server)
+        wait_for_requests(server, len(row_requests(server)) + 5, job)
         write_text(clock, str(2 * DAY_S))  # as behind a laptop's sleep; Ray Data waits for one that goes back
         stdout, stderr = job.communicate(timeout=400)
         assert job.returncode == 0, stderr
@@ -79,11 +87,3 @@ def start(nodes: Nodes, words: list[str]) -> subprocess.Popen[str]:
     environment = {**nodes.jobs.environment(), "PYTHONPATH": os.environ["PYTHONPATH"]}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **pipes)
-
-
-def wait_for_answers(job: subprocess.Popen[str], goal: int, server: Any) -> None:
-    deadline = time.monotonic() + 200
-    while len(row_requests(server)) < goal:
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

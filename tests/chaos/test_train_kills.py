@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
-from tests.jobs import Jobs, left_by_killed_writers
+from tests.jobs import Jobs, left_by_killed_writers, processes_of
 from tests.ray.test_train_job import curve, words
 from tests.writing_model import make_tiny_run
 
@@ -65,8 +64,7 @@ def process(name: str, job: Job) -> int:
     """The actor of that class, as soon as there is one."""
     deadline = time.monotonic() + 60
     while job.poll() is None and time.monotonic() < deadline:
-        for found in psutil.process_iter(["cmdline"]):
-            if name in " ".join(found.info["cmdline"] or ()):
-                return found.pid
+        if found := processes_of(name):
+            return found[0]
         time.sleep(0.05)
     raise AssertionError(f"there is no {name}")

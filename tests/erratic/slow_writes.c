@@ -1,5 +1,5 @@
-// Preloaded into a process: below a folder, writing takes so many microseconds more for each KiB; syncing and renaming cost a
-// little, too.
+// Preloaded into a process: below a folder, writing takes so many microseconds more for each KiB, and syncing or
+// renaming as many as SEEK bytes.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

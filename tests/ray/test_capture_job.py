@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -23,7 +22,7 @@ from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.states_cache import StatesCache
 from eagle3_ray.target.files import resolve
 from tests.forks import Job
-from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers
+from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers, processes_of
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
@@ -200,6 +199,7 @@ def test_a_kill_loses_and_repeats_nothing(
         assert job.returncode == 0, stderr
         assert json.loads(stdout.splitlines()[-1])["rows"] == 60
     assert_states_are_the_models(run, model, 60)
+    assert list((run / "capture" / "shards").glob(".*")) == []
     assert left_by_killed_writers(run) == []
 
 
@@ -212,6 +212,5 @@ def _wait_for_shards(run: Path, count: int, job: Job) -> None:
 
 
 def _capturing_actor() -> int:
-    found = [p.pid for p in psutil.process_iter(["cmdline"]) if "ShardCapturer" in " ".join(p.info["cmdline"] or ())]
-    assert len(found) == 1
-    return found[0]
+    [found] = processes_of("ShardCapturer")
+    return found

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -21,7 +20,7 @@ from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.target.files import resolve
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
-from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers
+from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers, processes_of
 from tests.runs import sequence
 from tests.writing_model import make_tiny_run
 
@@ -139,7 +138,7 @@ def test_a_killed_worker_is_replaced_within_the_job(
     run = make_tiny_run(tmp_path / "run", model, sequences)
     job = cluster.start(*words(run, model), job="train")
     _wait_for_step(run, 8, job)
-    [worker] = [p.pid for p in psutil.process_iter(["cmdline"]) if "TrainWorker" in " ".join(p.info["cmdline"] or ())]
+    [worker] = processes_of("TrainWorker")
     os.kill(worker, signal.SIGKILL)
     _, stderr = job.communicate(timeout=200)
     assert job.returncode == 0, stderr

@@ -101,16 +101,18 @@ def test_a_view_does_not_change_what_was_reported() -> None:
     assert report.endpoints[URL].retries == {"429": 1}
 
 
-def test_generating_lasts_from_the_first_request_to_the_last_answer_of_any_actor() -> None:
+def test_generating_lasts_from_the_first_request_to_the_last_answer_of_any_actor(clock: Clock) -> None:
     telemetry = Telemetry(RULES)
     telemetry.report("idle", _report())
-    times = {"since_first_request_s": 4000.0, "since_last_answer_s": 0.0}
-    telemetry.report("a", _report(tokens=400_000, last_failure="x: reset", **times))
-    times = {"since_first_request_s": 5000.0, "since_last_answer_s": 3000.0}
-    telemetry.report("b", _report(tokens=600_000, **times))
+    clock.now = 1160.0  # it asked at 1110 and was last answered at 1150; the other one at 1100 and 1120
+    times = {"since_first_request_s": 50.0, "since_last_answer_s": 10.0}
+    telemetry.report("a", _report(tokens=400, last_failure="x: reset", **times))
+    clock.now = 1200.0
+    times = {"since_first_request_s": 100.0, "since_last_answer_s": 80.0}
+    telemetry.report("b", _report(tokens=600, **times))
     view = telemetry.view()
-    assert view.generating_s == pytest.approx(5000, abs=5)  # between the two reports hardly any time goes by
-    assert view.tokens_per_second == pytest.approx(200, rel=1e-3)
+    assert view.generating_s == 50.0
+    assert view.tokens_per_second == 20.0
     assert view.last_failure == "x: reset"
 
 

@@ -1,7 +1,7 @@
 """Runs `sglang.launch_server` on a CPU without AMX: `python launch.py SGLANG_ARGUMENTS`.
 
-SGLang spawns its scheduler and detokenizer, and a spawned process imports this file again (as `__mp_main__`), so what
-stands at module level reaches all of them. Nothing here knows of the rest of eagle3_ray.
+Its scheduler and detokenizer are forked from this process and so have what is done here. Nothing here knows of the rest
+of eagle3_ray.
 """
 
 import multiprocessing
@@ -40,10 +40,9 @@ def fork_the_engine() -> None:
     multiprocessing.set_start_method = lambda *_, **__: None
 
 
-use_the_stand_in()
-
 if __name__ == "__main__":
     import runpy
 
+    use_the_stand_in()
     fork_the_engine()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -2,9 +2,13 @@
 
 import json
 import os
+import random
 import re
+import signal
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,17 @@ def settings(run: Path, target: Path, prompts: Path, *urls: str) -> list[str]:
 def processes_of(name: str) -> list[int]:
     """The actors of that class on this machine, by the name that Ray gives their processes."""
     return [p.pid for p in psutil.process_iter(["cmdline"]) if name in " ".join(p.info["cmdline"] or ())]
+
+
+def kill_one_of(processes: Callable[[], list[int]], dice: random.Random) -> None:
+    """`kill -9` to one of them, as soon as there is one; one that ends by itself meanwhile does not count."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline, "there is nothing to kill"
+        with suppress(IndexError, ProcessLookupError):
+            os.kill(dice.choice(processes()), signal.SIGKILL)
+            return
+        time.sleep(0.05)
 
 
 def left_by_killed_writers(run: Path) -> list[Path]:

@@ -13,7 +13,7 @@ import pytest
 
 from eagle3_ray.target.sglang_server import SHARED_MEMORY
 from tests.forks import Job
-from tests.jobs import Jobs, left_by_killed_writers, processes_of
+from tests.jobs import Jobs, kill_one_of, left_by_killed_writers, processes_of
 from tests.ray.test_capture_job import assert_states_are_the_models, shard_files, words
 from tests.writing_model import make_tiny_run
 
@@ -33,11 +33,11 @@ def test_no_kill_loses_or_doubles_a_sequence(
         command = [*words(run, model), "capture.shard_tokens=40"]
         job = cluster.start(*command, job="capture")
         for victim in victims[first : first + KILLS_OF_A_RUN]:
-            _wait(job, lambda: _actor() is not None)
+            _wait(job, lambda: bool(_actors()))
             goal = len(shard_files(run)) + dice.randint(0, 5)
             _wait(job, lambda goal=goal, run=run: len(shard_files(run)) >= goal)  # type: ignore[misc]
             if victim == "target":
-                os.kill(_actor() or 0, signal.SIGKILL)
+                kill_one_of(_actors, dice)
             else:
                 job.send_signal(signal.SIGKILL if victim == "driver" else signal.SIGTERM)
                 job.communicate(timeout=60)
@@ -79,13 +79,11 @@ def _wait(job: Job, reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _actor() -> int | None:
-    found = processes_of("ShardCapturer")
-    return found[0] if found else None
+def _actors() -> list[int]:
+    return processes_of("ShardCapturer")
 
 
 def _schedulers() -> set[int]:
     """Of the servers that the capturing actor started."""
-    actor = _actor()
-    children = psutil.Process(actor).children(recursive=True) if actor else []
+    children = (child for actor in _actors() for child in psutil.Process(actor).children(recursive=True))
     return {p.pid for p in children if "sglang::scheduler" in " ".join(p.cmdline())}

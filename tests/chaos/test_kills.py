@@ -15,6 +15,7 @@ from tests.jobs import (
     Jobs,
     assert_sound,
     fake_server,
+    kill_one_of,
     processes_of,
     row_requests,
     rows,
@@ -46,7 +47,7 @@ def test_no_kill_loses_or_doubles_a_row(cluster: Jobs, target: Path, tmp_path: P
             elif kind == "SIGTERM":
                 job.send_signal(signal.SIGTERM)
             elif kind == "actor":
-                os.kill(generating_actor(), signal.SIGKILL)
+                kill_one_of(lambda: processes_of("MapBatches(Generator)"), dice)
             else:
                 dice.choice([one, other]).restart()
             killed[kind] += 1
@@ -79,10 +80,3 @@ def wait_until_generating(job: Job, *servers: FakeServer, answers: int) -> None:
             pytest.fail(f"the job ended with {job.returncode}:\n{job.communicate()[1]}")
         assert time.monotonic() < deadline, "the job sends nothing"
         time.sleep(0.05)
-
-
-def generating_actor() -> int:
-    """The process id of the one actor that generates."""
-    found = processes_of("MapBatches(Generator)")
-    assert found, "no generating actor runs"
-    return found[0]

@@ -2,15 +2,13 @@
 
 import os
 import random
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.forks import Job
-from tests.jobs import assert_sound, rows, settings, write_prompts
+from tests.jobs import assert_sound, kill_one_of, rows, settings, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "4"))
@@ -43,7 +41,7 @@ def test_no_loss_of_a_node_a_server_the_registry_or_the_driver_loses_or_doubles_
                 job = nodes.jobs.start(*words)
             else:
                 victims = (lambda: servers_of(folder)) if kind == "server" else (lambda: nodes.actors("Registry"))
-                os.kill(dice.choice(eventually_some(victims)), signal.SIGKILL)
+                kill_one_of(victims, dice)
         for _ in range(3):  # rows of servers that died too often wait for another run of the same command
             _, stderr = job.communicate(timeout=400)
             if job.returncode == 0:
@@ -55,15 +53,6 @@ def test_no_loss_of_a_node_a_server_the_registry_or_the_driver_loses_or_doubles_
     stored = rows(run, "sequences") + rows(run, "rejected")  # the stand-in gives an empty answer now and then
     assert sorted(row["prompt_id"] for row in stored) == sorted(f"p{i}" for i in range(PROMPTS))
     assert_sound(run)
-
-
-def eventually_some(processes: Callable[[], list[int]]) -> list[int]:
-    """Process ids, as soon as there are any."""
-    deadline = time.monotonic() + 60
-    while not (found := processes()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 def wait_for_answers(job: Job, folder: Path, answers: int) -> None:

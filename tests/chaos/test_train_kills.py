@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
-from tests.jobs import Jobs, left_by_killed_writers, processes_of
+from tests.jobs import Jobs, kill_one_of, left_by_killed_writers, processes_of
 from tests.ray.test_train_job import curve, words
 from tests.writing_model import make_tiny_run
 
@@ -36,7 +37,7 @@ def test_no_kill_changes_the_loss_curve(
         for kind in kinds[first : first + KILLS_OF_A_RUN]:
             wait_for_steps(run, dice.randint(1, 5), job)
             if kind in PROCESSES:
-                os.kill(process(PROCESSES[kind], job), signal.SIGKILL)
+                kill_one_of(partial(processes_of, PROCESSES[kind]), dice)
             else:
                 job.send_signal(signal.SIGKILL if kind == "driver" else signal.SIGTERM)
                 job.communicate(timeout=90)
@@ -58,13 +59,3 @@ def wait_for_steps(run: Path, count: int, job: Job) -> None:
 
 def lines(run: Path) -> int:
     return len(read_log(run / "train" / "steps.jsonl"))
-
-
-def process(name: str, job: Job) -> int:
-    """The actor of that class, as soon as there is one."""
-    deadline = time.monotonic() + 60
-    while job.poll() is None and time.monotonic() < deadline:
-        if found := processes_of(name):
-            return found[0]
-        time.sleep(0.05)
-    raise AssertionError(f"there is no {name}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle3_ray import run_log
 from eagle3_ray.batches import Step
+from eagle3_ray.runs import write_text
 from eagle3_ray.trackers import Trackers
 
 LOG = "steps.jsonl"
@@ -27,7 +28,7 @@ class StepLog:
         lines = read_log(path)
         self._number = _newest(lines)
         kept = [line for line in lines if line["step"] <= first]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))  # what is trained again is told again
         self._file = path.open("a", buffering=1)
         self._write({"step": first, "started": True})
         self._trackers = Trackers(folder, folder.parent.name, {"plan": plan}, first)

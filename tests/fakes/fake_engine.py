@@ -64,6 +64,7 @@ class Options:
     mean_tokens: float = 40.0
     model_seed: int = 0  # servers that share it agree on answers and log-probabilities
     model_path: str = "fake/model"
+    answers: str | None = None  # see `fake_model.real_answers`
     weight_version: str = "default"
     tokenizer_dir: str | None = None  # without it `text` becomes one id per UTF-8 byte, plus 3
     api_key: str | None = None
@@ -263,7 +264,9 @@ def accept(body: JsonObject, rid: str, options: Options, fault: str | None) -> J
     )
     return_logprob = bool(body.get("return_logprob"))
     logprobs: list[float] = []
-    if return_logprob:
+    if options.answers and (known := fake_model.real_answers(options.answers).get(tuple(prompt_ids))):
+        ids, logprobs, finish = known
+    elif return_logprob:
         scores = fake_model.token_logprobs([*prompt_ids, *ids], len(prompt_ids), model_seed=options.model_seed)
         logprobs = [0.0 if token == forced_id else score for token, score in zip(ids, scores, strict=True)]
     start = body.get("logprob_start_len")

@@ -9,11 +9,14 @@ log-probabilities back, as a real engine does up to rounding.
 """
 
 import hashlib
+import json
 import math
 import random
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 JsonObject = dict[str, Any]
@@ -65,6 +68,13 @@ def answer(
             if ids[position] in stops:
                 return ids[: position + 1], {"type": "stop", "matched": ids[position]}
     return ids, {"type": "length", "length": len(ids)}
+
+
+@lru_cache(maxsize=1)
+def real_answers(path: str) -> dict[tuple[int, ...], tuple[list[int], list[float], JsonObject]]:
+    """What a real model answers to some prompts: JSON lines of [prompt ids, output ids, log-probabilities, finish]."""
+    lines = map(json.loads, Path(path).read_text().splitlines())
+    return {tuple(prompt_ids): (ids, logprobs, finish) for prompt_ids, ids, logprobs, finish in lines}
 
 
 def token_logprobs(ids: Sequence[int], start: int, *, model_seed: int) -> list[float]:

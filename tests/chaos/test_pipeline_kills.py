@@ -1,0 +1,170 @@
+"""Kills at random moments of whole pipelines: the same command ends with every row, state and step once, and a figure.
+
+The target is a real model in miniature; stand-in servers give its answers, computed beforehand.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from eagle3_ray import doctor
+from eagle3_ray.drafter.export import validate
+from eagle3_ray.prompts import Prompt
+from eagle3_ray.rendering import Renderer
+from eagle3_ray.runs import RunDir
+from tests.forks import Job
+from tests.jobs import left_by_killed_writers, processes_of, rows
+from tests.nodes import Nodes, launch, servers_of
+from tests.ray.test_capture_job import assert_states_are_the_models
+from tests.ray.test_train_job import curve
+from tests.tiny_target import END_OF_TEXT, IM_END
+
+ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
+KILLS_OF_A_RUN = 8
+PROMPTS, QUESTIONS, ANSWER = 80, 12, 24
+ACTORS = ("MapBatches(Generator)", "ShardCapturer", "TrainWorker", "ManagedServer")
+
+
+@pytest.mark.timeout(300 + 60 * ROUNDS)
+def test_no_kill_of_a_pipeline_loses_or_doubles_anything(model: Path, tmp_path: Path) -> None:
+    """The driver, one of its actors, a server, or by SIGTERM, ROUNDS times, eight in a run; each run then completes."""
+    dice = random.Random(11)
+    kinds = ["driver", "SIGTERM", "actor", "server"] * (-(-ROUNDS // 4))
+    dice.shuffle(kinds)
+    prompts = write_questions(tmp_path / "prompts.jsonl", range(PROMPTS))
+    questions = write_questions(tmp_path / "questions.jsonl", range(1000, 1000 + QUESTIONS))
+    answers = tmp_path / "answers.jsonl"
+    answer_all(model, [prompts, questions], answers)
+    for first in range(0, ROUNDS, KILLS_OF_A_RUN):
+        run, folder = tmp_path / f"run{first}", tmp_path / f"servers{first}"
+        command = launch(folder, model, answers=str(answers), base_latency_s=0.3, max_running=4)
+        with Nodes() as nodes:
+            nodes.add(num_gpus=1)
+            words = [*settings(run, model, prompts, questions), f"target.launch={command}"]
+            job = nodes.jobs.start(*words, job="pipeline")
+            for kind in kinds[first : min(first + KILLS_OF_A_RUN, ROUNDS)]:
+                if not wait_for_files(job, run, dice.randint(1, 8)):
+                    break
+                if kind in ("driver", "SIGTERM"):
+                    job.send_signal(signal.SIGKILL if kind == "driver" else signal.SIGTERM)
+                    job.communicate(timeout=120)
+                    job = nodes.jobs.start(*words, job="pipeline")
+                else:
+                    kill_a_process(kind, folder, job, dice)
+            for _ in range(4):  # what died too often waits for another run of the same command
+                stdout, stderr = job.communicate(timeout=600)
+                if job.returncode == 0:
+                    break
+                job = nodes.jobs.start(*words, job="pipeline")
+            assert job.returncode == 0, stderr
+            nodes.wait_for_free_gpus()
+            assert servers_of(folder) == []
+        assert_whole(run, model, json.loads(stdout.splitlines()[-1]))
+        shutil.rmtree(run)
+
+
+def settings(run: Path, model: Path, prompts: Path, questions: Path) -> list[str]:
+    return [
+        f"run.dir={run}",
+        f"target.model={model}",
+        f"prompts.path={prompts}",
+        f"evaluate.prompts={questions}",
+        f"generate.max_new_tokens={ANSWER}",
+        f"evaluate.max_new_tokens={ANSWER}",
+        "evaluate.concurrencies=[4]",
+        "evaluate.speed_prompts=4",
+        "evaluate.gpus=1",
+        "generate.gpus_per_server=1",
+        "generate.temperature=0",
+        "audit.loop_tokens=32",
+        "capture.storage=fp32",
+        "capture.shard_tokens=200",
+        "capture.batch_tokens=128",
+        "capture.cpus_per_target=0.5",
+        "train.cpus_per_worker=1",
+        "train.batch_tokens=128",
+        "train.step_tokens=256",
+        "train.epochs=4",
+        "train.ttt_steps=3",
+        "train.heldout=0.1",
+        "train.validate_every=10",
+        "train.checkpoint_every=3",
+    ]
+
+
+def assert_whole(run: Path, model: Path, summary: dict[str, Any]) -> None:
+    """Every prompt has its answer once, every answer its states, every step its loss, every question its count."""
+    stored, rejected = rows(run, "sequences"), rows(run, "rejected")
+    assert sorted(row["prompt_id"] for row in stored + rejected) == sorted(f"q{i}" for i in range(PROMPTS))
+    assert_states_are_the_models(run, model, len(stored))
+    assert [step for step, _, _ in curve(run)] == list(range(1, summary["stages"]["train"]["steps"] + 1))
+    validate(run / "train" / "drafter", json.loads((model / "config.json").read_text()))
+    evaluated = RunDir(run).summary("evaluate")
+    assert evaluated is not None
+    for name in ("initial", "drafter"):
+        lossless = evaluated["engines"][str(run / "train" / name)]["lossless"]
+        assert lossless["equal"] == lossless["answers"] == QUESTIONS
+    assert left_by_killed_writers(run) == []
+    assert "evaluate: complete" in doctor.describe(RunDir(run))
+
+
+def kill_a_process(kind: str, folder: Path, job: Job, dice: random.Random) -> None:
+    """A server where one is asked for and there is one, else an actor; nothing if the job ends before there is any."""
+    while job.poll() is None:
+        actors = [pid for name in ACTORS for pid in processes_of(name)]
+        if found := (kind == "server" and servers_of(folder)) or actors:
+            with suppress(ProcessLookupError):
+                os.kill(dice.choice(found), signal.SIGKILL)
+                return
+        time.sleep(0.05)
+
+
+def wait_for_files(job: Job, run: Path, count: int) -> bool:
+    """Until the run has so many files more than now; False when it is complete before."""
+    goal, deadline = files(run) + count, time.monotonic() + 300
+    while files(run) < goal:
+        if job.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "the run does not grow"
+        time.sleep(0.05)
+    return True
+
+
+def files(run: Path) -> int:
+    return sum(1 for _ in run.rglob("*"))
+
+
+def write_questions(path: Path, numbers: range) -> Path:
+    rows = ({"id": f"q{i}", "messages": [{"role": "user", "content": f"What is {i} plus {i * 7}?"}]} for i in numbers)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@torch.inference_mode()
+def answer_all(folder: Path, questions: list[Path], answers: Path) -> None:
+    """Writes what the model answers to all these questions, as `fake_model.real_answers` reads it."""
+    model, renderer = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), Renderer(folder)
+    with answers.open("w") as file:
+        for line in (line for path in questions for line in path.read_text().splitlines()):
+            prompt_ids = renderer.prompt_ids(Prompt("", None, [json.loads(line)["messages"]], None, {}))
+            ids = torch.tensor([prompt_ids])
+            while (length := ids.shape[1] - len(prompt_ids)) < ANSWER and (not length or ids[0, -1] not in _STOPS):
+                ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            output = ids[0, len(prompt_ids) :]
+            logprobs = model(ids).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1).gather(1, output[:, None])[:, 0]
+            last = int(output[-1])
+            finish = {"type": "stop", "matched": last} if last in _STOPS else {"type": "length", "length": len(output)}
+            file.write(json.dumps([prompt_ids, output.tolist(), logprobs.tolist(), finish]) + "\n")
+
+
+_STOPS = (IM_END, END_OF_TEXT)

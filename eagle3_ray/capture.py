@@ -36,7 +36,6 @@ from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.target.on_policy import OnPolicyLimits
 from eagle3_ray.target.protocol import BatchHalved, TargetReplaced
 
-STAGE = CAPTURE
 _SAY_EVERY_S = 5.0
 _EVENTS = {BatchHalved.__name__: "batch halved", TargetReplaced.__name__: "target replaced"}
 

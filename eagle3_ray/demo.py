@@ -44,8 +44,8 @@ def main() -> int:
 
 _SMALL = [  # for minutes instead of hours
     "generate.max_new_tokens=96",
-    "evaluate.max_new_tokens=64",
-    "evaluate.concurrencies=[4]",
+    "evaluate.max_new_tokens=48",
+    "evaluate.concurrencies=[8]",
     "evaluate.speed_prompts=8",
 ]
 

@@ -37,6 +37,7 @@ from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
+from eagle3_ray.train_numbers import VALIDATION_STEPS
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,11 @@ def settings_of(config: Config) -> EvaluateSettings:
     for drafter in drafters:
         if drafter not in dict(endpoints) and not Path(drafter).is_dir():
             raise ConfigError(f"evaluate.drafters={drafter} is no folder. Name an exported drafter.")
-    expected = {str(fresh): 1.0}
+    began_with = run_dir.manifest().get(TRAIN, {}).get("fingerprint", {}).get("train.drafter")
+    expected = {} if began_with else {str(fresh): 1.0}
     if (found := (run_dir.summary(TRAIN) or {}).get("chain_acceptance_length")) is not None:
-        expected[str(trained)] = found
+        drafted = min(section.steps, VALIDATION_STEPS) / VALIDATION_STEPS
+        expected[str(trained)] = 1.0 + (found - 1.0) * drafted  # at least: earlier drafts are right more often
     return EvaluateSettings(
         section=section.model_copy(update={"drafters": drafters}),
         target=config.target,

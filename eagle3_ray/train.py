@@ -28,15 +28,13 @@ from eagle3_ray.corpus import Corpus
 from eagle3_ray.drafter.checkpoints import folder_sha
 from eagle3_ray.drafter.config import DrafterConfig, DrafterConfigError
 from eagle3_ray.errors import explain, root_cause
-from eagle3_ray.model_config import text_config
-from eagle3_ray.runs import RunDir, RunError, WriterLock, command, read_json
+from eagle3_ray.runs import CAPTURE, TRAIN, RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, read_config, resolve
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.train_log import LOG, Watch, read_log, seconds_of
 from eagle3_ray.trainer import FINISHED, INITIAL, STOP, TrainSettings, train_loop
 
-STAGE = "train"
 _NUMBERS = (  # of the train section, all that change the trained drafter
     "draft_vocab_size",
     "fc_norm",
@@ -56,7 +54,11 @@ _NUMBERS = (  # of the train section, all that change the trained drafter
 )
 
 
-@carried_out(STAGE)
+_WAITS_FOR_ROOM = 10
+"""Minutes: so often Ray waits a minute for room for all workers, when a node is gone, before the job ends."""
+
+
+@carried_out(TRAIN)
 def run(config: Config) -> dict[str, Any]:
     """Runs the stage to its end, or on from the newest checkpoint, and returns its summary.
 
@@ -71,22 +73,22 @@ def run(config: Config) -> dict[str, Any]:
         capture.check_corpus_is_of(run_dir, target)
         fingerprint = _fingerprint(run_dir, config, sequences, target)
         plan = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
-        run_dir.check(STAGE, fingerprint)
-        if run_dir.succeeded_with(STAGE, plan) and (summary := run_dir.summary(STAGE)) is not None:
+        run_dir.check(TRAIN, fingerprint)
+        if run_dir.succeeded_with(TRAIN, plan) and (summary := run_dir.summary(TRAIN)) is not None:
             print(f"{run_dir.path} is trained; nothing to do", file=sys.stderr)
             return summary
         _check_cache(run_dir, config, sequences, target)
         cluster.connect()
         cluster.require(*_needs(config))
-        run_dir.claim(STAGE, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
-        folder = run_dir.stage(STAGE)
+        settings = _settings(run_dir, config, sequences, target, plan, lock.token)
+        run_dir.claim(TRAIN, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
+        folder = run_dir.stage(TRAIN)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP).unlink(missing_ok=True)
-        settings = _settings(run_dir, config, sequences, target, plan, lock.token)
         stopped_by, watch = None, Watch(folder / LOG)
         try:
             with watch:
-                _fit(config.train, settings, run_dir.manifest()[STAGE]["starts"])
+                _fit(config.train, settings, run_dir.manifest()[TRAIN]["starts"])
         except (ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             stopped_by = explain(_cause(error))
         except KeyboardInterrupt:
@@ -96,9 +98,9 @@ def run(config: Config) -> dict[str, Any]:
         if (folder / STOP).exists():
             stopped_by = "SIGTERM"
         summary = _summarise(run_dir, settings, target, watch, stopped_by, started)
-        run_dir.write_summary(STAGE, summary)
+        run_dir.write_summary(TRAIN, summary)
         if summary["status"] == "complete":
-            run_dir.succeed(STAGE, plan)
+            run_dir.succeed(TRAIN, plan)
         return summary
 
 
@@ -151,7 +153,7 @@ def _fit(train: Train, settings: TrainSettings, start: int) -> None:
         run_config=RunConfig(
             name=f"start-{start}",  # Ray's own record of one start; ours lies beside it
             storage_path=str(settings.folder / "ray"),
-            failure_config=FailureConfig(max_failures=train.restarts),
+            failure_config=FailureConfig(max_failures=train.restarts, controller_failure_limit=_WAITS_FOR_ROOM),
         ),
     )
     usual = signal.signal(signal.SIGTERM, ask_to_stop)
@@ -176,8 +178,8 @@ def _check_cache(run_dir: RunDir, config: Config, sequences: Corpus, target: Tar
     """Raises RunError where training from a cache has none, or one of other data or settings."""
     if config.train.feed != "cache":
         return
-    run_dir.check(capture.STAGE, capture.fingerprint_of(run_dir, config.capture, sequences, target))
-    if not run_dir.succeeded_with(capture.STAGE, sequences.key):
+    run_dir.check(CAPTURE, capture.fingerprint_of(run_dir, config.capture, sequences, target))
+    if not run_dir.succeeded_with(CAPTURE, sequences.key):
         raise RunError(
             f"{run_dir.path} has no complete cache of states. Run jobs/capture.py with this run.dir first, or use "
             "train.feed=stream, which needs none."
@@ -232,7 +234,7 @@ def _dtype(train: Train) -> str:
 def _settings(
     run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles, plan: str, token: str
 ) -> TrainSettings:
-    train, folder = config.train, run_dir.stage(STAGE)
+    train, folder = config.train, run_dir.stage(TRAIN)
     heldout = sequences.heldout(train.heldout)
     train_rows = np.flatnonzero(~heldout).tolist()
     if not train_rows:
@@ -242,14 +244,12 @@ def _settings(
         str(name): tuple(np.flatnonzero(heldout & (partitions == name)).tolist())
         for name in np.unique(partitions[heldout])
     }
-    drafter = drafting.new_config(
-        target.config,
-        resolve_layers(target.config, config.capture.layers),
-        train.draft_vocab_size,
-        train.fc_norm,
-        train.norm_output,
-    )
-    vocabulary = drafting.choose_vocabulary(run_dir, sequences, train_rows, drafter, target)
+    layers = resolve_layers(target.config, config.capture.layers)
+    try:
+        drafter = drafting.new_config(target.config, layers, train.draft_vocab_size, train.fc_norm, train.norm_output)
+        vocabulary = drafting.choose_vocabulary(run_dir, sequences, train_rows, drafter, target)
+    except ValueError as error:  # the target's RoPE is none that engines serve, or the vocabulary is too small
+        raise ConfigError(f"a drafter for {target.name}: {error}") from None
     print(_plan_text(train, sequences), file=sys.stderr)
     if train.drafter is None:
         print(
@@ -263,40 +263,16 @@ def _settings(
         heldout_rows=by_partition,
         folder=folder,
         target=target.folder,
-        hidden=int(text_config(target.config)["hidden_size"]),
+        train=train,
         drafter=drafter,
         vocabulary=vocabulary,
-        warm_start=Path(train.drafter) if train.drafter else None,
         plan=plan,
         token=token,
-        feed=train.feed,
-        cache=run_dir.stage(capture.STAGE) / "shards" if train.feed == "cache" else None,
+        cache=run_dir.stage(CAPTURE) / "shards" if train.feed == "cache" else None,
         storage=config.capture.storage,
         targets=_targets(run_dir, config, sequences, target) if train.feed == "stream" else (),
         dtype=_dtype(train),
-        gpu=train.gpus_per_worker > 0,
-        threads=max(1, int(train.cpus_per_worker)),
-        **{name: getattr(train, name) for name in _PASSED_ON},
     )
-
-
-_PASSED_ON = (
-    "strategy",
-    "epochs",
-    "learning_rate",
-    "warmup_share",
-    "ttt_steps",
-    "one_step_share",
-    "columns_share",
-    "step_decay",
-    "loss",
-    "batch_tokens",
-    "step_tokens",
-    "validate_every",
-    "checkpoint_every",
-    "patience",
-    "seed",
-)
 
 
 def _targets(run_dir: RunDir, config: Config, sequences: Corpus, target: TargetFiles) -> list[Any]:
@@ -328,7 +304,7 @@ def _summarise(
     if finished and found is not None:
         drafter_dir = str(folder / "drafter")
         about = {
-            "fingerprint": run_dir.manifest()[STAGE]["fingerprint"],
+            "fingerprint": run_dir.manifest()[TRAIN]["fingerprint"],
             "step": found.next_step,
             "chain_acceptance_length": max(validated, default=None),
         }
@@ -339,7 +315,7 @@ def _summarise(
     seconds = sum(map(seconds_of, trained))
     tokens = sum(line["tokens"] for line in trained)
     return {
-        "stage": STAGE,
+        "stage": TRAIN,
         "status": "complete" if finished else "stopped" if stopped_by else "incomplete",
         "steps": newest.next_step if newest else 0,
         "expected": trained[-1]["of"] if trained else None,

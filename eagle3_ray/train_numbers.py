@@ -10,6 +10,9 @@ import torch.distributed as dist
 from eagle3_ray.drafter.rollout import Rollout
 from eagle3_ray.feeds import Fed
 
+VALIDATION_STEPS = 5
+"""Drafts of a chain, as long as evaluation's."""
+
 
 class Totals:
     """Sums over the batches of a step."""
@@ -54,7 +57,7 @@ class Totals:
 
 def acceptance_length(sums: np.ndarray[Any, Any]) -> float:
     """Tokens a target forward gives: the drafts that are right from the start on, and the target's own."""
-    return float(1.0 + sums[2] / max(1.0, sums[3]))
+    return float(1.0 + sums[2] / sums[3])
 
 
 def sum_over_workers(values: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray.train
@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eagle3_ray import checkpoints
 from eagle3_ray.batches import Batch, Step, pack, steps
+from eagle3_ray.config import Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.export import export
-from eagle3_ray.drafter.loss import Loss
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.rollout import Rollout, TargetHead, rollout
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
@@ -42,9 +42,8 @@ from eagle3_ray.metrics import TrainMetrics
 from eagle3_ray.runs import RunError, WriterLock, write_json
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.train_log import StepLog
-from eagle3_ray.train_numbers import Totals, acceptance_length, sum_over_workers
+from eagle3_ray.train_numbers import VALIDATION_STEPS, Totals, acceptance_length, sum_over_workers
 
-VALIDATION_STEPS = 5
 """Drafted tokens that the validated acceptance length is about: a chain of 5, as it is served by default."""
 
 CLIP_NORM = 0.5
@@ -62,34 +61,15 @@ class TrainSettings:
     heldout_rows: Mapping[str, tuple[int, ...]]  # by partition
     folder: Path  # RUN/train
     target: Path
-    hidden: int
+    train: Train
     drafter: DrafterConfig  # of one from scratch
     vocabulary: DraftVocabulary  # of one from scratch
-    warm_start: Path | None  # a published drafter to begin from
     plan: str  # names everything that the steps depend on
     token: str  # of the job that owns the run
-    feed: str
-    cache: Path | None
+    cache: Path | None  # of the states; None where targets stream them
     storage: str
     targets: Sequence[Any]  # capturing actors of the stream
-    dtype: str
-    gpu: bool
-    threads: int
-    strategy: str
-    epochs: int
-    learning_rate: float
-    warmup_share: float
-    ttt_steps: int
-    one_step_share: float
-    columns_share: float
-    step_decay: float
-    loss: Loss
-    batch_tokens: int
-    step_tokens: int
-    validate_every: int
-    checkpoint_every: int
-    patience: int | None
-    seed: int
+    dtype: str  # computed in
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -130,29 +110,30 @@ class Worker:
     def __init__(self, settings: TrainSettings) -> None:
         self._settings = settings
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if settings.gpu else torch.device("cpu")
-        if not settings.gpu:
-            torch.set_num_threads(settings.threads)
+        gpu = settings.train.gpus_per_worker > 0
+        self._device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        if not gpu:
+            torch.set_num_threads(max(1, int(settings.train.cpus_per_worker)))
         corpus = settings.corpus
         self._plan = list(
             steps(
                 corpus.tokens,
                 settings.train_rows,
-                batch_tokens=settings.batch_tokens,
-                step_tokens=settings.step_tokens,
-                epochs=settings.epochs,
-                seed=settings.seed,
+                batch_tokens=settings.train.batch_tokens,
+                step_tokens=settings.train.step_tokens,
+                epochs=settings.train.epochs,
+                seed=settings.train.seed,
             )
         )
         self._feed: Feed = (
-            CacheFeed(corpus, cast(Path, settings.cache), settings.hidden, settings.storage)
-            if settings.feed == "cache"
+            CacheFeed(corpus, settings.cache, settings.drafter.hidden_size, settings.storage)
+            if settings.cache
             else StreamFeed(corpus, settings.targets, self._rank)
         )
         self._checkpoints = settings.folder / "checkpoints"
         found = checkpoints.latest(self._checkpoints, settings.plan)
         self._model = self._build()
-        self._optimiser = torch.optim.AdamW(self._model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+        self._optimiser = torch.optim.AdamW(self._model.parameters(), lr=settings.train.learning_rate, weight_decay=0.0)
         self._first = 0
         self._best = 0.0
         self._unimproved = 0
@@ -167,7 +148,7 @@ class Worker:
             self._finish(self._first)
             return
         mine = self._pieces(self._first)
-        totals = Totals(self._settings.ttt_steps)
+        totals = Totals(self._settings.train.ttt_steps)
         feed = self._feed.batches(piece.batch for piece in self._pieces(self._first))
         asked = time.monotonic()
         for piece, fed in zip(mine, feed, strict=True):
@@ -180,7 +161,7 @@ class Worker:
             if piece.last:
                 done = piece.step.number + 1
                 self._step(piece.step, totals)
-                totals = Totals(self._settings.ttt_steps)
+                totals = Totals(self._settings.train.ttt_steps)
                 if self._after_step(done):
                     self._finish(done)
                     return
@@ -196,14 +177,14 @@ class Worker:
     def _play(self, piece: _Piece, fed: Fed) -> Rollout:
         """Forward and backward of one batch; gradients add up until the step's last batch."""
         settings = self._settings
-        alone = piece.step.number < settings.one_step_share * len(self._plan)
+        alone = piece.step.number < settings.train.one_step_share * len(self._plan)
         with self._sync(piece.last):
             played: Rollout = self._model(
                 fed.batch.to(self._device),
-                ttt_steps=1 if alone else settings.ttt_steps,
-                step_decay=settings.step_decay,
-                loss=settings.loss,
-                columns_share=settings.columns_share,
+                ttt_steps=1 if alone else settings.train.ttt_steps,
+                step_decay=settings.train.step_decay,
+                loss=settings.train.loss,
+                columns_share=settings.train.columns_share,
                 generator=self._draw(piece),
             )
             share = piece.weight * self._world / self._supervised(piece.step)  # DDP and FSDP average over workers
@@ -211,7 +192,8 @@ class Worker:
         return played
 
     def _step(self, step: Step, totals: Totals) -> None:
-        rate = _rate(step.number, len(self._plan), self._settings.warmup_share) * self._settings.learning_rate
+        train = self._settings.train
+        rate = train.learning_rate * _rate(step.number, len(self._plan), train.warmup_share)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
@@ -231,10 +213,10 @@ class Worker:
     def _after_step(self, done: int) -> bool:
         """Validates and saves where it is due; True ends the training."""
         settings, end = self._settings, done == len(self._plan)
-        validated = improved = False
-        if settings.heldout_rows and (end or done % settings.validate_every == 0):
-            validated = True
-            numbers = self._validate()
+        improved = False
+        due = bool(settings.heldout_rows) and (end or done % settings.train.validate_every == 0)
+        numbers = self._validate() if due else None
+        if numbers is not None:
             improved = numbers["chain_acceptance_length"] > self._best
             self._best = max(self._best, numbers["chain_acceptance_length"])
             self._unimproved = 0 if improved else self._unimproved + 1
@@ -242,26 +224,29 @@ class Worker:
                 self._log.validation(done, numbers)
             ray.train.report({"step": done, **{k: v for k, v in numbers.items() if k != "partitions"}})
         ended = self._ended(done)
-        if ended or validated or done % settings.checkpoint_every == 0:
-            self._save(done, best=improved or (end and not settings.heldout_rows))
+        if ended or due or done % settings.train.checkpoint_every == 0:
+            self._save(done, best=improved or (end and not self._best))
         return ended
 
     def _ended(self, done: int) -> bool:
         """At the plan's end, or after so many validations without an improvement."""
-        patience = self._settings.patience
+        patience = self._settings.train.patience
         return done == len(self._plan) or (patience is not None and self._unimproved >= patience)
 
     def _finish(self, done: int) -> None:
         if self._rank == 0:
             write_json(self._settings.folder / FINISHED, {"plan": self._settings.plan, "step": done})
 
-    def _validate(self) -> dict[str, Any]:
-        """Cross entropy and chain acceptance length of the held-out sequences, by partition and in all."""
+    def _validate(self) -> dict[str, Any] | None:
+        """Cross entropy and chain acceptance length of the held-out sequences, by partition and in all.
+
+        None where all of them were set aside, and nothing is measured.
+        """
         self._model.eval()
         total = np.zeros(4)
         partitions = {}
         for partition, rows in sorted(self._settings.heldout_rows.items()):
-            batches = pack(self._settings.corpus.tokens, rows, self._settings.batch_tokens, (0,))
+            batches = pack(self._settings.corpus.tokens, rows, self._settings.train.batch_tokens, (0,))
             rounds = math.ceil(len(batches) / self._world)
             mine = [batches[min(r * self._world + self._rank, len(batches) - 1)] for r in range(rounds)]
             sums = np.zeros(4)
@@ -277,8 +262,11 @@ class Worker:
                     ]
             sums = sum_over_workers(sums, self._device)
             total += sums
-            partitions[partition] = acceptance_length(sums)
+            if sums[3]:
+                partitions[partition] = acceptance_length(sums)
         self._model.train()
+        if not partitions:
+            return None
         return {
             "loss": total[0] / max(1.0, total[1]),
             "chain_acceptance_length": acceptance_length(total),
@@ -304,7 +292,7 @@ class Worker:
 
     def _draw(self, piece: _Piece) -> torch.Generator:
         """Randomness that depends on the place in the plan only."""
-        seeds = np.random.SeedSequence([self._settings.seed, piece.step.number, piece.number])
+        seeds = np.random.SeedSequence([self._settings.train.seed, piece.step.number, piece.number])
         return torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
 
     def _asked_to_stop(self) -> bool:
@@ -324,10 +312,10 @@ class Worker:
         settings = self._settings
         parts = load_parts(settings.target, torch.float32)
         sample = self._sample()
-        if settings.warm_start is None:
-            drafter = from_scratch(settings.drafter, settings.vocabulary, parts, sample, settings.seed)
+        if settings.train.drafter is None:
+            drafter = from_scratch(settings.drafter, settings.vocabulary, parts, sample, settings.train.seed)
         else:
-            drafter = from_checkpoint(settings.warm_start, parts.config, sample)
+            drafter = from_checkpoint(Path(settings.train.drafter), parts.config, sample)
         if self._rank == 0 and not (settings.folder / INITIAL).exists():
             export(drafter, settings.folder / INITIAL, parts.config, torch.float32)
         compute = getattr(torch, settings.dtype)
@@ -339,7 +327,7 @@ class Worker:
         play = _Play(drafter.to(self._device), head, compute)
         if self._world == 1:
             return play
-        if settings.strategy == "fsdp2":
+        if settings.train.strategy == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 
             return fully_shard(play)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_ray.acceptance.engine import Served
+from eagle3_ray.acceptance.questions import TOTALS
 from eagle3_ray.acceptance.tally import Acceptance, pool
 from eagle3_ray.audit import loop_length
 
@@ -15,13 +16,14 @@ def by_group(served: Sequence[Served]) -> dict[str, Acceptance]:
 
     Answers of an engine without counters count as answers without verify steps.
     """
-    groups: dict[str, list[Acceptance]] = {"all": [], "without loops": []}
+    everything, without_loops = TOTALS
+    groups: dict[str, list[Acceptance]] = {name: [] for name in TOTALS}
     for one in served:
-        names = ["all", one.prompt.dataset]
+        names = [everything, one.prompt.dataset]
         if one.prompt.category:
             names.append(f"{one.prompt.dataset}/{one.prompt.category}")
         if loop_length(one.output_ids) < _LOOP_TOKENS:
-            names.append("without loops")
+            names.append(without_loops)
         for name in names:
             if one.acceptance is not None:
                 groups.setdefault(name, []).append(one.acceptance)

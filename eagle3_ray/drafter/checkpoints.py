@@ -68,7 +68,7 @@ def load_drafter(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafte
 
 def folder_sha(folder: Path) -> str:
     """SHA-256 of all that a checkpoint's folder means to an engine: names and bytes of its config and tensors."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt"))
     return hashlib.sha256("\n".join(f"{path.name} {sha256_of(path)}" for path in files).encode()).hexdigest()
 
 

@@ -66,6 +66,8 @@ class DrafterConfig:
             rope_frequencies(self.rope, self.rope_dim, self.max_position_embeddings)
         except KeyError as error:
             raise DrafterConfigError(f"rope {dict(self.rope)} lacks {error}.") from None
+        except ValueError as error:
+            raise DrafterConfigError(str(error)) from None
 
     @property
     def rope_dim(self) -> int:

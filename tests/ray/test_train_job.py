@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from eagle3_ray import corpus, train
+from eagle3_ray import checkpoints, corpus, train
 from eagle3_ray.batches import steps
 from eagle3_ray.config import ConfigError, load
 from eagle3_ray.drafter.export import validate
@@ -215,18 +215,52 @@ def test_a_batch_of_which_all_was_set_aside_may_come_first(
     rows = np.flatnonzero(~made.heldout(config.train.heldout)).tolist()
     order = steps(made.tokens, rows, batch_tokens=24, step_tokens=config.train.step_tokens, epochs=1, seed=0)
     first = [made.sequence_id(row) for row in next(iter(order)).batches[0].rows]
-    changed = [
-        sequence(row["prompt_id"], row["prompt_ids"], row["output_ids"][::-1], row["output_logprobs"], row["partition"])
-        if row["sequence_id"] in first
-        else row
-        for row in sequences
-    ]
-    run = make_tiny_run(tmp_path / "run", model, changed)
+    run = make_tiny_run(tmp_path / "run", model, with_wrong_answers(sequences, first))
     captured = cluster.run(*settings, job="capture")
     assert (captured.code, captured.summary["quarantined"]) == (0, len(first)), captured.stderr
     result = cluster.run(*settings, job="train")
     assert result.code == 0, result.stderr
     assert read_log(run / "train" / "steps.jsonl")[1]["set_aside"] == len(first)
+
+
+def test_without_a_held_out_sequence_that_measures_the_last_step_is_the_best(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = [*words(tmp_path / "run", model), "train.feed=cache", "train.epochs=2"]
+    settings += ["train.validate_every=2", "train.patience=1"]
+    made = corpus.make(RunDir(make_tiny_run(tmp_path / "honest", model, sequences)))
+    kept = made.heldout(load("smollm2-cpu", settings).train.heldout)
+    wrong = [made.sequence_id(row) for row in np.flatnonzero(kept).tolist()]
+    run = make_tiny_run(tmp_path / "run", model, with_wrong_answers(sequences, wrong))
+    assert cluster.run(*settings, job="capture").summary["quarantined"] == len(wrong)
+    result = cluster.run(*settings, job="train")
+    assert result.code == 0, result.stderr
+    assert (result.summary["steps"], result.summary["chain_acceptance_length"]) == (result.summary["expected"], None)
+    plan = json.loads((run / "train" / "finished.json").read_text())["plan"]
+    best = checkpoints.best(run / "train" / "checkpoints", plan)
+    assert best is not None
+    assert best.next_step == result.summary["expected"]
+
+
+def test_a_setting_that_is_refused_can_be_corrected(
+    cluster: Jobs, model: Path, sequences: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nothing was trained, so the run takes another value."""
+    run = make_tiny_run(tmp_path / "run", model, sequences)
+    result = cluster.run(*words(run, model), "train.draft_vocab_size=2", job="train")
+    assert result.code == 2
+    assert "do not fit draft_vocab_size 2: raise it" in result.stderr
+    assert "train" not in RunDir(run).manifest()
+
+
+def with_wrong_answers(sequences: list[dict[str, Any]], wrong: list[str]) -> list[dict[str, Any]]:
+    """The rows, those answers turned around that are named: the target never said them."""
+    return [
+        sequence(row["prompt_id"], row["prompt_ids"], row["output_ids"][::-1], row["output_logprobs"], row["partition"])
+        if row["sequence_id"] in wrong
+        else row
+        for row in sequences
+    ]
 
 
 def test_a_warm_start_that_reads_other_layers_is_refused(whole: tuple[Path, Result], model: Path) -> None:

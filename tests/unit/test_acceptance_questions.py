@@ -49,6 +49,13 @@ def test_an_id_that_stands_twice_in_a_dataset_is_refused(tmp_path: Path) -> None
         load_questions([path])
 
 
+@pytest.mark.parametrize("name", ["all", "without loops"])
+def test_a_dataset_that_is_called_as_a_total_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / f"{name}.jsonl", [{"prompt": "a"}])
+    with pytest.raises(PromptSourceError, match=f"{name} is the name of a total"):
+        load_questions([path])
+
+
 def test_a_row_that_is_nested_too_deeply_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_text("[" * 100_000)

@@ -144,6 +144,15 @@ def test_the_cluster_file_names_five_values_and_keeps_what_they_need() -> None:
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
+def test_a_stopped_job_has_time_to_end_its_servers_and_to_save() -> None:
+    """The supervisor that waits runs on the head, and reads this where Ray was started."""
+    cluster = yaml.safe_load((REPOSITORY / "cluster.yaml").read_text())
+    assert "RAY_JOB_STOP_WAIT_TIME_S=120" in cluster["head_start_ray_commands"][-1]
+    for name in RAY_JOBS:
+        [head] = ray_job(name)["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+        assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": "120"} in head["env"]
+
+
 # ---- metrics
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_ray.drafter import export as export_module
-from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
+from eagle3_ray.drafter.checkpoints import CheckpointError, folder_sha, load_drafter
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.export import export, launch_command, validate
 from eagle3_ray.drafter.initialise import initialise
@@ -61,6 +61,14 @@ def drafter_of(target: dict[str, Any], **switches: bool) -> Eagle3Drafter:
     head = torch.randn(40, 16, generator=generator)
     initialise(drafter, vocabulary, head, torch.ones(16), sample, generator)
     return drafter
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin", "drafter.pt"])
+def test_every_file_that_a_drafter_is_read_from_is_part_of_its_hash(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"before")
+    before = folder_sha(tmp_path)
+    (tmp_path / name).write_bytes(b"behind")
+    assert folder_sha(tmp_path) != before
 
 
 @pytest.mark.parametrize("target", [LLAMA_TARGET, MLA_TARGET], ids=["llama", "mla"])

@@ -57,8 +57,10 @@ def test_a_killed_engine_is_started_again_and_its_batch_is_captured_once(
     job = cluster.start(*words(run, model), "capture.backend=sglang", "capture.shard_tokens=40", job="capture")
     killed: set[int] = set()
     kills = max(2, ROUNDS // 4)
-    for done in range(2, 2 + 4 * kills, 4):
-        _wait(job, lambda done=done: len(shard_files(run)) >= done)  # type: ignore[misc]
+    for _ in range(kills):
+        _wait(job, lambda: bool(_schedulers() - killed))
+        goal = len(shard_files(run)) + 2
+        _wait(job, lambda goal=goal: len(shard_files(run)) >= goal)  # type: ignore[misc]
         [scheduler] = _schedulers() - killed
         os.kill(scheduler, signal.SIGKILL)
         killed.add(scheduler)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle3_ray import capture, train
-from eagle3_ray.config import load
+from eagle3_ray.config import Train, load
 from eagle3_ray.drafter.rollout import Rollout
 from eagle3_ray.runs import RunDir
 from eagle3_ray.trainer import Worker
@@ -33,9 +33,7 @@ def test_a_worker_plays_the_loss_of_its_settings() -> None:
         return Rollout(torch.zeros((), requires_grad=True), nothing, nothing, nothing, nothing[0], nothing[0])
 
     worker: Any = object.__new__(Worker)
-    worker._settings = SimpleNamespace(
-        one_step_share=0.0, ttt_steps=2, step_decay=0.8, loss="lk", columns_share=0.5, seed=0
-    )
+    worker._settings = SimpleNamespace(train=Train(one_step_share=0.0, ttt_steps=2, loss="lk", columns_share=0.5))
     worker._plan, worker._world, worker._device, worker._model = [None], 1, torch.device("cpu"), model
     worker._supervised = lambda step: 1
     piece = SimpleNamespace(step=SimpleNamespace(number=0), number=0, last=True, weight=1.0)

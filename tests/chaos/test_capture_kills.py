@@ -88,5 +88,5 @@ def _actors() -> list[int]:
 
 def _schedulers() -> set[int]:
     """Of the servers that the capturing actor started."""
-    children = (child for actor in _actors() for child in psutil.Process(actor).children(recursive=True))
-    return {p.pid for p in children if "sglang::scheduler" in " ".join(p.cmdline())}
+    ours = {child.pid for actor in _actors() for child in psutil.Process(actor).children(recursive=True)}
+    return ours.intersection(processes_of("sglang::scheduler"))

@@ -247,9 +247,9 @@ def test_a_setting_that_is_refused_can_be_corrected(
 ) -> None:
     """Nothing was trained, so the run takes another value."""
     run = make_tiny_run(tmp_path / "run", model, sequences)
-    result = cluster.run(*words(run, model), "train.draft_vocab_size=2", job="train")
+    result = cluster.run(*words(run, model), "train.draft_vocab_size=1", job="train")
     assert result.code == 2
-    assert "do not fit draft_vocab_size 2: raise it" in result.stderr
+    assert "do not fit draft_vocab_size 1: raise it" in result.stderr
     assert "train" not in RunDir(run).manifest()
 
 

@@ -69,7 +69,8 @@ def run(config: Config) -> dict[str, Any]:
         stopped_by = None
         try:
             if plan.missing:
-                _pipeline(run_dir, config, sequences, target, plan, lock.token, progress)
+                with cluster.watched(need(config.capture)):
+                    _pipeline(run_dir, config, sequences, target, plan, lock.token, progress)
         except (ray.exceptions.RayError, OSError) as error:
             stopped_by = explain(root_cause(error))
         except (SystemExit, KeyboardInterrupt) as end:

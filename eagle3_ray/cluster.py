@@ -4,7 +4,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +16,8 @@ from ray.data import DataContext
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray.config import ConfigError
+
+_LOOK_EVERY_S = 10.0
 
 
 def connect() -> None:
@@ -77,6 +81,35 @@ def require(*needs: Need) -> None:
     Raises:
         ConfigError: some would wait for ever.
     """
+    if lack := _lacking(needs):
+        raise ConfigError(f"{lack}, each on one node. Ask for less in the configuration or add a node.")
+
+
+@contextmanager
+def watched(*needs: Need) -> Iterator[None]:
+    """Says so when nodes are lost and the others have no room for all of `needs`: Ray waits for it without a word."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        before = None
+        while not ended.wait(_LOOK_EVERY_S):
+            lack = _lacking(needs)
+            if lack != before:
+                waits = f"{lack}: the job waits. Add a node, or stop it and ask for less; it goes on from here."
+                print(waits if lack else "The cluster has room again.", file=sys.stderr, flush=True)
+            before = lack
+
+    thread = threading.Thread(target=watch, name="room", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _lacking(needs: Sequence[Need]) -> str | None:
+    """What living nodes have no room for, for people; None where all of it fits."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = [[node.get("GPU", 0.0), node.get("CPU", 0.0)] for node in nodes]
     for need in sorted(needs, key=lambda need: (need.gpus, need.cpus), reverse=True):
@@ -84,9 +117,7 @@ def require(*needs: Need) -> None:
             place = next((node for node in free if node[0] >= need.gpus and node[1] >= need.cpus), None)
             if place is None:
                 have = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
-                raise ConfigError(
-                    f"The cluster ({have}) has no room for {'; '.join(map(str, needs))}, each on one node. "
-                    "Ask for less in the configuration or add a node."
-                )
+                return f"The cluster ({have}) has no room for {'; '.join(map(str, needs))}"
             place[0] -= need.gpus
             place[1] -= need.cpus
+    return None

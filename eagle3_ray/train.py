@@ -87,7 +87,7 @@ def run(config: Config) -> dict[str, Any]:
         (folder / STOP).unlink(missing_ok=True)
         stopped_by, watch = None, Watch(folder / LOG)
         try:
-            with watch:
+            with watch, cluster.watched(*_needs(config)):
                 _fit(config.train, settings, run_dir.manifest()[TRAIN]["starts"])
         except (ray.exceptions.RayError, ray.train.TrainingFailedError, OSError) as error:
             stopped_by = explain(_cause(error))

@@ -44,8 +44,6 @@ from eagle3_ray.target.parts import load_parts
 from eagle3_ray.train_log import StepLog
 from eagle3_ray.train_numbers import VALIDATION_STEPS, Totals, acceptance_length, sum_over_workers
 
-"""Drafted tokens that the validated acceptance length is about: a chain of 5, as it is served by default."""
-
 CLIP_NORM = 0.5
 STOP = ".stop"
 FINISHED = "finished.json"

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import ray
 from ray.data import DataContext
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from eagle3_ray.background import repeated
 from eagle3_ray.config import ConfigError
 
 _LOOK_EVERY_S = 10.0
@@ -88,24 +88,18 @@ def require(*needs: Need) -> None:
 @contextmanager
 def watched(*needs: Need) -> Iterator[None]:
     """Says so when nodes are lost and the others have no room for all of `needs`: Ray waits for it without a word."""
-    ended = threading.Event()
+    before = None
 
-    def watch() -> None:
-        before = None
-        while not ended.wait(_LOOK_EVERY_S):
-            lack = _lacking(needs)
-            if lack != before:
-                waits = f"{lack}: the job waits. Add a node, or stop it and ask for less; it goes on from here."
-                print(waits if lack else "The cluster has room again.", file=sys.stderr, flush=True)
-            before = lack
+    def look() -> None:
+        nonlocal before
+        lack = _lacking(needs)
+        if lack != before:
+            waits = f"{lack}: the job waits. Add a node, or stop it and ask for less; it goes on from here."
+            print(waits if lack else "The cluster has room again.", file=sys.stderr, flush=True)
+        before = lack
 
-    thread = threading.Thread(target=watch, name="room", daemon=True)
-    thread.start()
-    try:
+    with repeated(look, _LOOK_EVERY_S, "room"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _lacking(needs: Sequence[Need]) -> str | None:

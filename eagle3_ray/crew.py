@@ -6,7 +6,6 @@ given up with its own last words, and the job with the last of them.
 """
 
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray import cluster
+from eagle3_ray.background import repeated
 from eagle3_ray.config import Config, Generate
 from eagle3_ray.errors import explain, root_cause
 from eagle3_ray.servers import ManagedServer
@@ -214,24 +214,16 @@ def places(count: int | Literal["auto"], gpus: int, nodes: Sequence[dict[str, An
 @contextmanager
 def kept_up(crew: Crew, registry: Any, telemetry: Any) -> Iterator[None]:
     """For as long as the block lasts: looks after the servers and tells the registry of them."""
-    end = threading.Event()
 
     def look() -> None:
-        while not end.is_set():
-            with suppress(ray.exceptions.RayError):  # the next look may be luckier
-                crew.refresh()
-            registry.offer.remote(crew.urls())
-            if failure := crew.failure():
-                telemetry.stop.remote(f"No server is left. {failure}")
-            end.wait(_LOOK_S)
+        with suppress(ray.exceptions.RayError):  # the next look may be luckier
+            crew.refresh()
+        registry.offer.remote(crew.urls())
+        if failure := crew.failure():
+            telemetry.stop.remote(f"No server is left. {failure}")
 
-    thread = threading.Thread(target=look, name="crew", daemon=True)
-    thread.start()
-    try:
+    with repeated(look, _LOOK_S, "crew"):
         yield
-    finally:
-        end.set()
-        thread.join()
 
 
 def _say(text: str) -> None:

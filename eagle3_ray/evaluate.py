@@ -27,7 +27,7 @@ from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
 from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.table import by_group, table
-from eagle3_ray.acceptance.tally import PLAIN
+from eagle3_ray.acceptance.tally import EVERYTHING, PLAIN, VALIDATION_STEPS
 from eagle3_ray.config import Config, ConfigError, Evaluate, Target
 from eagle3_ray.drafter.checkpoints import folder_sha
 from eagle3_ray.errors import explain, root_cause
@@ -37,7 +37,6 @@ from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, resolve
-from eagle3_ray.train_numbers import VALIDATION_STEPS
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def evaluate(settings: EvaluateSettings, kept: Kept) -> dict[str, Any]:
         stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
     best = max(
         (drafter for drafter in settings.section.drafters if drafter in engines),
-        key=lambda drafter: engines[drafter]["acceptance"]["all"]["acceptance_length"] or 0.0,
+        key=lambda drafter: engines[drafter]["acceptance"][EVERYTHING]["acceptance_length"] or 0.0,
         default=None,
     )
     return {
@@ -169,7 +168,7 @@ def evaluate(settings: EvaluateSettings, kept: Kept) -> dict[str, Any]:
         "stopped_by": stopped_by,
         "warnings": warnings,
         "best_drafter": best,
-        "acceptance_length": engines[best]["acceptance"]["all"]["acceptance_length"] if best else None,
+        "acceptance_length": engines[best]["acceptance"][EVERYTHING]["acceptance_length"] if best else None,
         "wall_s": round(time.monotonic() - started, 1),
         "start_up_s": round(clock.start_up_s, 1),
         "busy_s": round(clock.busy_s, 1),
@@ -299,7 +298,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) ->
     findings = examine(
         info,
         Path(drafter),
-        acceptance["all"].length,
+        acceptance[EVERYTHING].length,
         dict(settings.expected).get(drafter),
         work.target,
         plain.answers.served,

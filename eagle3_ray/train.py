@@ -80,7 +80,7 @@ def run(config: Config) -> dict[str, Any]:
         _check_cache(run_dir, config, sequences, target)
         cluster.connect()
         cluster.require(*_needs(config))
-        settings = _settings(run_dir, config, sequences, target, plan, lock.token)
+        settings = _settings(run_dir, config, sequences, target, plan, lock.token)  # refused values are not claimed
         run_dir.claim(TRAIN, fingerprint, {"command": command(sys.argv), "config": config.model_dump()})
         folder = run_dir.stage(TRAIN)
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from eagle3_ray.drafter.rollout import Rollout
 from eagle3_ray.feeds import Fed
 
-VALIDATION_STEPS = 5
-"""Drafts of a chain, as long as evaluation's."""
-
 
 class Totals:
     """Sums over the batches of a step."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle3_ray import checkpoints
+from eagle3_ray.acceptance.tally import VALIDATION_STEPS
 from eagle3_ray.batches import Batch, Step, pack, steps
 from eagle3_ray.config import Train
 from eagle3_ray.corpus import Corpus
@@ -42,7 +43,7 @@ from eagle3_ray.metrics import TrainMetrics
 from eagle3_ray.runs import RunError, WriterLock, write_json
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.train_log import StepLog
-from eagle3_ray.train_numbers import VALIDATION_STEPS, Totals, acceptance_length, sum_over_workers
+from eagle3_ray.train_numbers import Totals, acceptance_length, sum_over_workers
 
 CLIP_NORM = 0.5
 STOP = ".stop"

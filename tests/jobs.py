@@ -15,11 +15,13 @@ from typing import Any
 
 import psutil
 import pyarrow.dataset as ds
+import pytest
 
 from tests.fakes.sglang_server import FakeServer, answer
 from tests.forks import REPOSITORY, Job, preload_jobs
 from tests.tiny_target import IM_END, VOCAB_SIZE
 
+AnyJob = Job | subprocess.Popen[str]
 MAX_NEW_TOKENS = 40
 
 
@@ -99,10 +101,13 @@ def processes_of(name: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if name in " ".join(p.info["cmdline"] or ())]
 
 
-def kill_one_of(processes: Callable[[], list[int]], dice: random.Random) -> None:
-    """`kill -9` to one of them, as soon as there is one; one that ends by itself meanwhile does not count."""
+def kill_one_of(processes: Callable[[], list[int]], dice: random.Random, job: AnyJob | None = None) -> None:
+    """`kill -9` to one of them, as soon as there is one; one that ends by itself meanwhile does not count.
+
+    Where `job` is given and ends before there is one, none is killed.
+    """
     deadline = time.monotonic() + 60
-    while True:
+    while job is None or job.poll() is None:
         assert time.monotonic() < deadline, "there is nothing to kill"
         with suppress(IndexError, ProcessLookupError):
             os.kill(dice.choice(processes()), signal.SIGKILL)
@@ -166,10 +171,16 @@ def sequence_of(request: dict[str, Any]) -> str:
     return str(request["rid"]).split("-")[0]
 
 
-def wait_for_requests(server: FakeServer, count: int, job: Job | subprocess.Popen[str] | None = None) -> None:
+def wait_for_requests(server: FakeServer, count: int, job: AnyJob | None = None) -> None:
     """Returns when the server has seen that many requests for rows; fails when the job ends before."""
-    deadline = time.monotonic() + 120
-    while len(row_requests(server)) < count:
-        assert job is None or job.poll() is None, "the job has ended"
-        assert time.monotonic() < deadline, f"{len(row_requests(server))} of {count} requests came"
-        time.sleep(0.05)
+    wait_until(lambda: len(row_requests(server)) >= count, job, within_s=120)
+
+
+def wait_until(reached: Callable[[], bool], job: AnyJob | None, within_s: float) -> None:
+    """Returns when that is so; fails when the job ends before, or the time is over."""
+    deadline = time.monotonic() + within_s
+    while not reached():
+        if job is not None and job.poll() is not None:
+            pytest.fail(f"the job ended with {job.returncode}:\n{job.communicate()[1]}")
+        assert time.monotonic() < deadline, f"it is not so after {within_s:g} s"
+        time.sleep(0.02)

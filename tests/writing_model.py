@@ -1,5 +1,6 @@
 """A real target in miniature: a Llama of 8 layers with random weights, and sequences that it wrote itself."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,24 @@ def written_by(folder: Path, count: int, seed: int = 0, answer_tokens: int = 24)
     rows = []
     for i in range(count):
         prompt = torch.randint(5, VOCAB_SIZE, (6 + i % 9,), generator=generator)
-        ids = prompt[None]
-        for _ in range(answer_tokens + i % 5):
-            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        logprobs = model(ids).logits[0].log_softmax(-1)
-        answer = ids[0, len(prompt) :]
-        own = logprobs[len(prompt) - 1 : -1].gather(1, answer[:, None])[:, 0]
-        rows.append(sequence(f"q{seed}-{i}", prompt.tolist(), answer.tolist(), own.tolist(), partition=f"part{i % 2}"))
+        output, logprobs = answer(model, prompt.tolist(), answer_tokens + i % 5)
+        rows.append(sequence(f"q{seed}-{i}", prompt.tolist(), output, logprobs, partition=f"part{i % 2}"))
     return rows
+
+
+@torch.inference_mode()
+def answer(
+    model: LlamaForCausalLM, prompt_ids: Sequence[int], tokens: int, stops: Collection[int] = ()
+) -> tuple[list[int], list[float]]:
+    """The model's greedy answer of so many tokens, or to the first of `stops`, and its log-probabilities."""
+    ids = torch.tensor([prompt_ids])
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        if int(ids[0, -1]) in stops:
+            break
+    output = ids[0, len(prompt_ids) :]
+    logprobs = model(ids).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1)
+    return output.tolist(), logprobs.gather(1, output[:, None])[:, 0].tolist()
 
 
 def make_tiny_run(path: Path, folder: Path, rows: list[dict[str, Any]]) -> Path:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from eagle3_ray.acceptance.tally import EVERYTHING, WITHOUT_LOOPS
 from eagle3_ray.prompts import BadPrompt, Prompt, PromptSourceError, find, parse, read, usual_form
 from eagle3_ray.rendering import Renderer
 
@@ -43,10 +44,6 @@ class EvalPrompt:
         return f"{self.dataset}/{self.prompt_id}" + (f"#{self.turn}" if self.turn else "")
 
 
-TOTALS = ("all", "without loops")
-"""Groups of all answers; no dataset may be called so."""
-
-
 def load_questions(paths: Sequence[str], limit: int | None = None) -> list[Question]:
     """The questions of files, folders or globs, at most the first `limit` rows of each file.
 
@@ -55,7 +52,7 @@ def load_questions(paths: Sequence[str], limit: int | None = None) -> list[Quest
     """
     questions: dict[tuple[str, str], Question] = {}
     for source in (source for path in paths for source in find(path)):
-        if source.partition in TOTALS:
+        if source.partition in (EVERYTHING, WITHOUT_LOOPS):
             raise PromptSourceError(f"{source.path}: {source.partition} is the name of a total. Give it another name.")
         for line, raw in read(source):
             if limit is not None and line > limit:

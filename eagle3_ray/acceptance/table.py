@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_ray.acceptance.engine import Served
-from eagle3_ray.acceptance.questions import TOTALS
-from eagle3_ray.acceptance.tally import Acceptance, pool
+from eagle3_ray.acceptance.tally import EVERYTHING, WITHOUT_LOOPS, Acceptance, pool
 from eagle3_ray.audit import loop_length
 
 _LOOP_TOKENS = 64  # as the audit's default: so long a loop at an answer's end inflates acceptance
@@ -16,14 +15,13 @@ def by_group(served: Sequence[Served]) -> dict[str, Acceptance]:
 
     Answers of an engine without counters count as answers without verify steps.
     """
-    everything, without_loops = TOTALS
-    groups: dict[str, list[Acceptance]] = {name: [] for name in TOTALS}
+    groups: dict[str, list[Acceptance]] = {EVERYTHING: [], WITHOUT_LOOPS: []}
     for one in served:
-        names = [everything, one.prompt.dataset]
+        names = [EVERYTHING, one.prompt.dataset]
         if one.prompt.category:
             names.append(f"{one.prompt.dataset}/{one.prompt.category}")
         if loop_length(one.output_ids) < _LOOP_TOKENS:
-            names.append(without_loops)
+            names.append(WITHOUT_LOOPS)
         for name in names:
             if one.acceptance is not None:
                 groups.setdefault(name, []).append(one.acceptance)
@@ -33,8 +31,8 @@ def by_group(served: Sequence[Served]) -> dict[str, Acceptance]:
 def table(engines: Mapping[str, Mapping[str, Any]]) -> str:
     """One line for each engine: acceptance length of all and by dataset, tokens/s and gain, the lossless check."""
     drafted = [engine for engine in engines.values() if "acceptance" in engine]
-    datasets = sorted({name for engine in drafted for name in engine["acceptance"] if "/" not in name} - {"all"})
-    columns = ["all", *datasets]
+    datasets = sorted({name for engine in drafted for name in engine["acceptance"] if "/" not in name} - {EVERYTHING})
+    columns = [EVERYTHING, *datasets]
     speeds = list(dict.fromkeys(c for engine in engines.values() for c in engine["speed"]))
     head = ["drafter", *columns, *(f"tok/s @{c}" for c in speeds), "equal to plain"]
     rows = [head]

@@ -18,6 +18,10 @@ from typing import Any
 
 PLAIN = "none"
 """The name, among drafters, of the engine without one."""
+EVERYTHING, WITHOUT_LOOPS = "all", "without loops"
+"""Groups that an evaluation pools all answers in, beside each dataset's own; no dataset may be called so."""
+VALIDATION_STEPS = 5
+"""Drafts of the chains that training's acceptance length is about, as many as are served by default."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_ray.acceptance.tally import PLAIN
+from eagle3_ray.acceptance.tally import EVERYTHING, PLAIN, WITHOUT_LOOPS
 from eagle3_ray.runs import EVALUATE, TRAIN, RunDir
-
-_EVERYTHING, _WITHOUT_LOOPS = "all", "without loops"  # groups of the summary; others are a dataset, or dataset/category
 
 _MISMATCHES = 5  # shown of each drafter
 
@@ -40,7 +38,7 @@ def evaluated(run: RunDir) -> dict[str, Any] | None:
 
 def _drafter(run: RunDir, name: str, engine: Mapping[str, Any]) -> dict[str, Any]:
     groups = engine.get("acceptance", {})
-    named = set(groups) - {_EVERYTHING, _WITHOUT_LOOPS}
+    named = set(groups) - {EVERYTHING, WITHOUT_LOOPS}
     lossless = engine.get("lossless")
     role = _role(run, name)
     return {
@@ -49,8 +47,8 @@ def _drafter(run: RunDir, name: str, engine: Mapping[str, Any]) -> dict[str, Any
         ),
         "role": role,
         "folder": None if role == "none" else name,
-        "all": groups.get(_EVERYTHING),
-        "without_loops": groups.get(_WITHOUT_LOOPS),
+        "all": groups.get(EVERYTHING),
+        "without_loops": groups.get(WITHOUT_LOOPS),
         "datasets": {group: counts for group, counts in groups.items() if group in named and "/" not in group},
         "categories": {group: counts for group, counts in groups.items() if group in named and "/" in group},
         "speed": [{"concurrency": int(n), "tokens_per_second": speed} for n, speed in engine.get("speed", {}).items()],

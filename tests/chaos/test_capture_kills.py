@@ -3,17 +3,13 @@
 import os
 import random
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from eagle3_ray.target.sglang_server import SHARED_MEMORY
-from tests.forks import Job
-from tests.jobs import Jobs, kill_one_of, left_by_killed_writers, processes_of
+from tests.jobs import Jobs, kill_one_of, left_by_killed_writers, processes_of, wait_until
 from tests.ray.test_capture_job import assert_states_are_the_models, shard_files, words
 from tests.writing_model import make_tiny_run
 
@@ -33,9 +29,9 @@ def test_no_kill_loses_or_doubles_a_sequence(
         command = [*words(run, model), "capture.shard_tokens=40"]
         job = cluster.start(*command, job="capture")
         for victim in victims[first : first + KILLS_OF_A_RUN]:
-            _wait(job, lambda: bool(_actors()))
+            wait_until(lambda: bool(_actors()), job, within_s=300)
             goal = len(shard_files(run)) + dice.randint(0, 5)
-            _wait(job, lambda goal=goal, run=run: len(shard_files(run)) >= goal)  # type: ignore[misc]
+            wait_until(lambda goal=goal, run=run: len(shard_files(run)) >= goal, job, within_s=300)  # type: ignore[misc]
             if victim == "target":
                 kill_one_of(_actors, dice)
             else:
@@ -58,9 +54,9 @@ def test_a_killed_engine_is_started_again_and_its_batch_is_captured_once(
     killed: set[int] = set()
     kills = max(2, ROUNDS // 4)
     for _ in range(kills):
-        _wait(job, lambda: bool(_schedulers() - killed))
+        wait_until(lambda: bool(_schedulers() - killed), job, within_s=300)
         goal = len(shard_files(run)) + 2
-        _wait(job, lambda goal=goal: len(shard_files(run)) >= goal)  # type: ignore[misc]
+        wait_until(lambda goal=goal: len(shard_files(run)) >= goal, job, within_s=300)  # type: ignore[misc]
         [scheduler] = _schedulers() - killed
         os.kill(scheduler, signal.SIGKILL)
         killed.add(scheduler)
@@ -69,17 +65,6 @@ def test_a_killed_engine_is_started_again_and_its_batch_is_captured_once(
     assert stderr.count("The target is started again") == kills
     assert_states_are_the_models(run, model, SEQUENCES)
     assert [path for path in SHARED_MEMORY.glob("*/*") if path.name != "owner.lock"] == []
-
-
-def _wait(job: Job, reached: Callable[[], bool]) -> None:
-    """Until the job got there; one that completed meanwhile got there, too."""
-    deadline = time.monotonic() + 300
-    while not reached():
-        if job.poll() is not None:
-            assert job.returncode == 0, job.communicate()[1]
-            pytest.fail("the job was complete before it could be killed")
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _actors() -> list[int]:

@@ -4,10 +4,7 @@ import collections
 import os
 import random
 import signal
-import time
 from pathlib import Path
-
-import pytest
 
 from tests.fakes.sglang_server import FakeServer
 from tests.forks import Job
@@ -21,6 +18,7 @@ from tests.jobs import (
     rows,
     sequence_of,
     settings,
+    wait_until,
     write_prompts,
 )
 
@@ -74,9 +72,4 @@ def test_no_kill_loses_or_doubles_a_row(cluster: Jobs, target: Path, tmp_path: P
 def wait_until_generating(job: Job, *servers: FakeServer, answers: int) -> None:
     """Returns when the job has sent that many requests more; fails when it ends before."""
     goal = len(row_requests(*servers)) + answers
-    deadline = time.monotonic() + 90
-    while len(row_requests(*servers)) < goal:
-        if job.poll() is not None:
-            pytest.fail(f"the job ended with {job.returncode}:\n{job.communicate()[1]}")
-        assert time.monotonic() < deadline, "the job sends nothing"
-        time.sleep(0.05)
+    wait_until(lambda: len(row_requests(*servers)) >= goal, job, within_s=90)

@@ -2,13 +2,12 @@
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.forks import Job
-from tests.jobs import assert_sound, kill_one_of, rows, settings, write_prompts
+from tests.jobs import assert_sound, kill_one_of, rows, settings, wait_until, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "4"))
@@ -61,9 +60,5 @@ def wait_for_answers(job: Job, folder: Path, answers: int) -> None:
     def count() -> int:
         return sum(map(len, requests_at(folder).values()))
 
-    goal, deadline = count() + answers, time.monotonic() + 200
-    while count() < goal:
-        if job.poll() is not None:
-            pytest.fail(f"the job ended with {job.returncode}:\n{job.communicate()[1]}")
-        assert time.monotonic() < deadline, "nothing is answered"
-        time.sleep(0.1)
+    goal = count() + answers
+    wait_until(lambda: count() >= goal, job, within_s=200)

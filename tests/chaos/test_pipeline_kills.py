@@ -8,8 +8,7 @@ import os
 import random
 import shutil
 import signal
-import time
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from eagle3_ray.prompts import Prompt
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import RunDir
 from tests.forks import Job
-from tests.jobs import left_by_killed_writers, processes_of, rows
+from tests.jobs import kill_one_of, left_by_killed_writers, processes_of, rows, wait_until, write_prompts
 from tests.nodes import Nodes, launch, servers_of
 from tests.ray.test_capture_job import assert_states_are_the_models
 from tests.ray.test_train_job import curve
 from tests.tiny_target import END_OF_TEXT, IM_END
+from tests.writing_model import answer
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
 KILLS_OF_A_RUN = 8
@@ -39,10 +39,10 @@ ACTORS = ("MapBatches(Generator)", "ShardCapturer", "TrainWorker", "ManagedServe
 def test_no_kill_of_a_pipeline_loses_or_doubles_anything(model: Path, tmp_path: Path) -> None:
     """The driver, one of its actors, a server, or by SIGTERM, ROUNDS times, eight in a run; each run then completes."""
     dice = random.Random(11)
-    kinds = ["driver", "SIGTERM", "actor", "server"] * (-(-ROUNDS // 4))
+    kinds = ["driver", "SIGTERM", "actor", "server"] * (ROUNDS // 4)
     dice.shuffle(kinds)
-    prompts = write_questions(tmp_path / "prompts.jsonl", range(PROMPTS))
-    questions = write_questions(tmp_path / "questions.jsonl", range(1000, 1000 + QUESTIONS))
+    prompts = write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+    questions = write_prompts(tmp_path / "questions.jsonl", QUESTIONS, start=1000)
     answers = tmp_path / "answers.jsonl"
     answer_all(model, [prompts, questions], answers)
     for first in range(0, ROUNDS, KILLS_OF_A_RUN):
@@ -52,7 +52,7 @@ def test_no_kill_of_a_pipeline_loses_or_doubles_anything(model: Path, tmp_path: 
             nodes.add(num_gpus=1)
             words = [*settings(run, model, prompts, questions), f"target.launch={command}"]
             job = nodes.jobs.start(*words, job="pipeline")
-            for kind in kinds[first : min(first + KILLS_OF_A_RUN, ROUNDS)]:
+            for kind in kinds[first : first + KILLS_OF_A_RUN]:
                 if not wait_for_files(job, run, dice.randint(1, 8)):
                     break
                 if kind in ("driver", "SIGTERM"):
@@ -60,7 +60,7 @@ def test_no_kill_of_a_pipeline_loses_or_doubles_anything(model: Path, tmp_path: 
                     job.communicate(timeout=120)
                     job = nodes.jobs.start(*words, job="pipeline")
                 else:
-                    kill_a_process(kind, folder, job, dice)
+                    kill_one_of(partial(victims, kind, folder), dice, job)
             for _ in range(4):  # what died too often waits for another run of the same command
                 stdout, stderr = job.communicate(timeout=600)
                 if job.returncode == 0:
@@ -105,7 +105,7 @@ def settings(run: Path, model: Path, prompts: Path, questions: Path) -> list[str
 def assert_whole(run: Path, model: Path, summary: dict[str, Any]) -> None:
     """Every prompt has its answer once, every answer its states, every step its loss, every question its count."""
     stored, rejected = rows(run, "sequences"), rows(run, "rejected")
-    assert sorted(row["prompt_id"] for row in stored + rejected) == sorted(f"q{i}" for i in range(PROMPTS))
+    assert sorted(row["prompt_id"] for row in stored + rejected) == sorted(f"p{i}" for i in range(PROMPTS))
     assert_states_are_the_models(run, model, len(stored))
     assert [step for step, _, _ in curve(run)] == list(range(1, summary["stages"]["train"]["steps"] + 1))
     validate(run / "train" / "drafter", json.loads((model / "config.json").read_text()))
@@ -118,53 +118,30 @@ def assert_whole(run: Path, model: Path, summary: dict[str, Any]) -> None:
     assert "evaluate: complete" in doctor.describe(RunDir(run))
 
 
-def kill_a_process(kind: str, folder: Path, job: Job, dice: random.Random) -> None:
-    """A server where one is asked for and there is one, else an actor; nothing if the job ends before there is any."""
-    while job.poll() is None:
-        actors = [pid for name in ACTORS for pid in processes_of(name)]
-        if found := (kind == "server" and servers_of(folder)) or actors:
-            with suppress(ProcessLookupError):
-                os.kill(dice.choice(found), signal.SIGKILL)
-                return
-        time.sleep(0.05)
+def victims(kind: str, folder: Path) -> list[int]:
+    """The servers where those are asked for and there are some, else the actors."""
+    return (kind == "server" and servers_of(folder)) or [pid for name in ACTORS for pid in processes_of(name)]
 
 
 def wait_for_files(job: Job, run: Path, count: int) -> bool:
-    """Until the run has so many files more than now; False when it is complete before."""
-    goal, deadline = files(run) + count, time.monotonic() + 300
-    while files(run) < goal:
-        if job.poll() is not None:
-            return False
-        assert time.monotonic() < deadline, "the run does not grow"
-        time.sleep(0.05)
-    return True
+    """Until the run has so many files more than now; False when the job ends before."""
+    goal = files(run) + count
+    wait_until(lambda: files(run) >= goal or job.poll() is not None, None, within_s=300)
+    return job.poll() is None
 
 
 def files(run: Path) -> int:
     return sum(1 for _ in run.rglob("*"))
 
 
-def write_questions(path: Path, numbers: range) -> Path:
-    rows = ({"id": f"q{i}", "messages": [{"role": "user", "content": f"What is {i} plus {i * 7}?"}]} for i in numbers)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@torch.inference_mode()
 def answer_all(folder: Path, questions: list[Path], answers: Path) -> None:
     """Writes what the model answers to all these questions, as `fake_model.real_answers` reads it."""
     model, renderer = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), Renderer(folder)
     with answers.open("w") as file:
         for line in (line for path in questions for line in path.read_text().splitlines()):
             prompt_ids = renderer.prompt_ids(Prompt("", None, [json.loads(line)["messages"]], None, {}))
-            ids = torch.tensor([prompt_ids])
-            while (length := ids.shape[1] - len(prompt_ids)) < ANSWER and (not length or ids[0, -1] not in _STOPS):
-                ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-            output = ids[0, len(prompt_ids) :]
-            logprobs = model(ids).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1).gather(1, output[:, None])[:, 0]
-            last = int(output[-1])
-            finish = {"type": "stop", "matched": last} if last in _STOPS else {"type": "length", "length": len(output)}
-            file.write(json.dumps([prompt_ids, output.tolist(), logprobs.tolist(), finish]) + "\n")
-
-
-_STOPS = (IM_END, END_OF_TEXT)
+            output, logprobs = answer(model, prompt_ids, ANSWER, stops=(IM_END, END_OF_TEXT))
+            last, length = output[-1], len(output)
+            stopped = last in (IM_END, END_OF_TEXT)
+            finish = {"type": "stop", "matched": last} if stopped else {"type": "length", "length": length}
+            file.write(json.dumps([prompt_ids, output, logprobs, finish]) + "\n")

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
-from tests.jobs import Jobs, kill_one_of, left_by_killed_writers, processes_of
+from tests.jobs import Jobs, kill_one_of, left_by_killed_writers, processes_of, wait_until
 from tests.ray.test_train_job import curve, words
 from tests.writing_model import make_tiny_run
 
@@ -50,11 +49,8 @@ def test_no_kill_changes_the_loss_curve(
 
 def wait_for_steps(run: Path, count: int, job: Job) -> None:
     """Until so many more are logged, steps that are done again included."""
-    goal, deadline = lines(run) + count, time.monotonic() + 150
-    while lines(run) < goal:
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    goal = lines(run) + count
+    wait_until(lambda: lines(run) >= goal, job, within_s=150)
 
 
 def lines(run: Path) -> int:

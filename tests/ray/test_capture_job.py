@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.states_cache import StatesCache
 from eagle3_ray.target.files import resolve
 from tests.forks import Job
-from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers, processes_of
+from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers, processes_of, wait_until
 from tests.writing_model import HIDDEN, make_tiny_model, make_tiny_run
 
 LAYERS = (2, 4, 5)  # of 8: 2, N//2, N-3
@@ -204,11 +203,7 @@ def test_a_kill_loses_and_repeats_nothing(
 
 
 def _wait_for_shards(run: Path, count: int, job: Job) -> None:
-    deadline = time.monotonic() + 120
-    while len(shard_files(run)) < count:
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(shard_files(run)) >= count, job, within_s=120)
 
 
 def _capturing_actor() -> int:

@@ -4,11 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import REPOSITORY, Jobs, fake_server, row_requests, rows, settings, write_prompts
+from tests.jobs import REPOSITORY, Jobs, fake_server, row_requests, rows, settings, wait_until, write_prompts
 
 
 def log_of(run: Path) -> list[dict[str, Any]]:
@@ -43,11 +42,7 @@ def test_a_job_that_is_stopped_while_it_prepares_says_so_on_its_last_line(
     prompts, run = write_prompts(tmp_path / "p.jsonl", 30), tmp_path / "run"
     with fake_server(target) as server:
         job = cluster.start(*settings(run, target, prompts, server.url))
-        deadline = time.monotonic() + 300
-        while not (run / "last_job.json").exists():
-            assert job.poll() is None, job.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until((run / "last_job.json").exists, job, within_s=300)
         job.send_signal(signal.SIGTERM)
         stdout, stderr = job.communicate(timeout=300)
         assert row_requests(server) == []

@@ -2,7 +2,6 @@
 
 import collections
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.jobs import (
     sequence_of,
     settings,
     wait_for_requests,
+    wait_until,
     write_prompts,
 )
 
@@ -38,11 +38,11 @@ def mirrored_answers(mirror: str, to: Path) -> set[str]:
 
 def wait_for_journals(mirror: str, job: Job) -> None:
     """Returns when the mirror holds answers that are in no Parquet file yet; fails when the job ends before."""
-    deadline = time.monotonic() + 120
-    while not any(entry["size"] for path, entry in mirror_index.read(ObjectStore(mirror)).items() if "journal" in path):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+
+    def held() -> bool:
+        return any(entry["size"] for path, entry in mirror_index.read(ObjectStore(mirror)).items() if "journal" in path)
+
+    wait_until(held, job, within_s=120)
 
 
 def test_a_killed_run_goes_on_from_its_mirror_in_a_directory_that_never_saw_it(

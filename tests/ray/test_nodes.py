@@ -2,14 +2,12 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.forks import Job
-from tests.jobs import Jobs, assert_sound, fake_server, row_requests, rows, settings, write_prompts
+from tests.jobs import Jobs, assert_sound, fake_server, row_requests, rows, settings, wait_until, write_prompts
 from tests.nodes import Nodes, launch, requests_at, servers_of
 
 IN_FLIGHT = 9
@@ -29,15 +27,6 @@ def words(run: Path, target: Path, prompts: Path, folder: Path, **options: float
     return [word for word in settings(run, target, prompts) if "endpoints" not in word] + own
 
 
-def wait_until(condition: Callable[[], bool], job: Job) -> None:
-    deadline = time.monotonic() + 200
-    while not condition():
-        if job.poll() is not None:
-            pytest.fail(f"the job ended with {job.returncode}:\n{job.communicate()[1]}")
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def busy(folder: Path, answers: int = 10) -> int:
     """Servers that have given so many answers."""
     return sum(len(entries) >= answers for entries in requests_at(folder).values())
@@ -50,11 +39,11 @@ def test_a_node_that_joins_serves_and_one_that_is_lost_costs_what_was_in_flight(
     run, folder = tmp_path / "run", tmp_path / "servers"
     first = nodes.add(num_gpus=8)
     job = nodes.jobs.start(*words(run, target, write_prompts(tmp_path / "p.jsonl", 600), folder))
-    wait_until(lambda: busy(folder) == 1, job)
+    wait_until(lambda: busy(folder) == 1, job, within_s=200)
     [registry] = nodes.actors("Registry")
     os.kill(registry, signal.SIGKILL)
     second = nodes.add(num_gpus=8)
-    wait_until(lambda: busy(folder) == 2, job)
+    wait_until(lambda: busy(folder) == 2, job, within_s=200)
     nodes.remove(first)
     _, stderr = job.communicate(timeout=300)
     assert job.returncode == 0, stderr
@@ -73,7 +62,7 @@ def test_a_crash_loop_ends_the_job_with_the_servers_own_words(nodes: Nodes, targ
     job = nodes.jobs.start(*words(run, target, write_prompts(tmp_path / "p.jsonl", 3000), folder))
     seen: set[int] = set()
     for _ in range(3):
-        wait_until(lambda: set(servers_of(folder)) - seen != set() and busy(folder, 1) > len(seen), job)
+        wait_until(lambda: set(servers_of(folder)) - seen != set() and busy(folder, 1) > len(seen), job, within_s=200)
         [server] = set(servers_of(folder)) - seen
         os.kill(server, signal.SIGKILL)
         seen.add(server)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from eagle3_ray.runs import FingerprintMismatch, RunDir, RunError
 from eagle3_ray.target.files import resolve
 from eagle3_ray.train_log import read_log
 from tests.forks import Job
-from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers, processes_of
+from tests.jobs import Jobs, Result, assert_times_add_up, left_by_killed_writers, processes_of, wait_until
 from tests.runs import sequence
 from tests.writing_model import make_tiny_run
 
@@ -276,8 +275,7 @@ def test_other_settings_are_refused_with_their_name(whole: tuple[Path, Result], 
 
 
 def _wait_for_step(run: Path, step: int, job: Job) -> None:
-    deadline = time.monotonic() + 150
-    while not any(line["step"] >= step for line in read_log(run / "train" / "steps.jsonl")):
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    def there() -> bool:
+        return any(line["step"] >= step for line in read_log(run / "train" / "steps.jsonl"))
+
+    wait_until(there, job, within_s=150)

@@ -1,6 +1,7 @@
 """HTTP to SGLang: a session, and GET and POST whose failures are told apart by what to do about them."""
 
 import asyncio
+import socket
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -9,15 +10,28 @@ import aiohttp
 from eagle3_ray.sglang.protocol import Refused, Transient, Unauthorized
 
 _IDLE_S = 3  # sglang 0.5.23 closes a connection that was idle for 5 s; a request sent just then would be lost
+_SILENT_S = 90  # a machine that acknowledges nothing for so long is gone; one whose answer takes hours acknowledges
 
 
 def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """A session without a connection limit (the fleet decides what is in flight); call it inside a running loop."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_watched_socket),
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket whose connection breaks when the other machine has lost its power, of which no packet tells."""
+    family, kind, protocol, _, _ = address
+    watched = socket.socket(family, kind, protocol)
+    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": _SILENT_S * 1000}
+    for name, value in options.items():
+        if hasattr(socket, name):  # all of them on Linux
+            watched.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return watched
 
 
 async def get(session: aiohttp.ClientSession, url: str, timeout_s: float = 20) -> Any:

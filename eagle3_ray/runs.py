@@ -62,11 +62,13 @@ class RunDir:
         return manifest
 
     def check(self, stage: str, fingerprint: Fingerprint) -> None:
-        """Holds a fingerprint against the one that the stage's data was made with.
+        """Holds a fingerprint against the one that the stage's data was made with, where there is any.
 
         Raises:
             FingerprintMismatch: names each field that differs.
         """
+        if not any(path.is_file() for path in self.stage(stage).rglob("*")):
+            return  # a job was refused, or stopped, behind its claim
         known = self.manifest().get(stage, {}).get("fingerprint", fingerprint)
         differing = [field for field in {**known, **fingerprint} if known.get(field) != fingerprint.get(field)]
         if differing:
@@ -90,8 +92,8 @@ class RunDir:
         sweep(self.stage(stage))
         (self.stage(stage) / SUCCESS).unlink(missing_ok=True)
         manifest = self.manifest()
-        entry = manifest.setdefault(stage, {"fingerprint": dict(fingerprint), "created": _now(), "starts": 0})
-        entry.update(about, starts=entry["starts"] + 1, last_start=_now())
+        entry = manifest.setdefault(stage, {"created": _now(), "starts": 0})
+        entry.update(about, fingerprint=dict(fingerprint), starts=entry["starts"] + 1, last_start=_now())
         write_json(self.path / "manifest.json", manifest)
 
     def write_summary(self, stage: str, summary: Mapping[str, Any]) -> None:

@@ -54,6 +54,15 @@ def test_claims_of_different_stages_stand_side_by_side(tmp_path: Path) -> None:
     assert run.manifest()["capture"]["fingerprint"] == {"layers": "2,4,6"}
 
 
+def test_a_claim_that_led_to_no_data_gives_way_to_other_settings(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.claim("capture", FINGERPRINT, {})
+    run.stage("capture").mkdir()
+    changed = {**FINGERPRINT, "generate.temperature": 1.0}
+    run.claim("capture", changed, {})
+    assert run.manifest()["capture"]["fingerprint"] == changed
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -71,6 +80,7 @@ def test_another_fingerprint_is_refused_field_by_field_and_changes_nothing(
 ) -> None:
     run = RunDir(tmp_path)
     run.claim("generate", FINGERPRINT, {})
+    write_json(run.stage("generate") / "data.json", {})
     before = _tree(tmp_path)
     with pytest.raises(FingerprintMismatch) as error:
         run.claim("generate", {**FINGERPRINT, **changed}, {})
@@ -207,6 +217,7 @@ def test_a_reader_never_sees_a_part_of_a_json_file(tmp_path: Path) -> None:
 def test_a_field_that_is_missing_now_is_a_difference_too(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.claim("generate", {**FINGERPRINT, "engine.version": "0.5.23"}, {})
+    write_json(run.stage("generate") / "data.json", {})
     with pytest.raises(FingerprintMismatch, match=r"engine\.version was '0\.5\.23' and is now None"):
         run.claim("generate", FINGERPRINT, {})
 

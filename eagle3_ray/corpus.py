@@ -37,7 +37,7 @@ _INDEX_SCHEMA = pa.schema(
         ("sequence_id", pa.string()),
         ("token_sha", pa.string()),
         ("partition", pa.string()),
-        ("prompt_hash", pa.uint32()),  # equal for all turns and samples of a prompt
+        ("prompt_hash", pa.uint32()),  # equal for all turns and samples of a prompt, and where the first turn is equal
         ("start", pa.int64()),  # of the sequence in ids.bin and logprobs.bin, in tokens
         ("prompt_tokens", pa.int32()),
         ("tokens", pa.int32()),
@@ -46,8 +46,13 @@ _INDEX_SCHEMA = pa.schema(
 )
 _ROWS_AT_ONCE = 512
 _READ = """
-SELECT sequence_id, token_sha, partition, prompt_id, turn, sample_index, prompt_ids, output_ids, output_logprobs
-FROM read_parquet($files) ORDER BY sequence_id
+SELECT sequence_id, token_sha, partition, prompt_id, turn, sample_index, prompt_ids, output_ids, output_logprobs,
+       first_prompt
+FROM read_parquet($files) LEFT JOIN (
+    SELECT partition, prompt_id, arg_min(sha256(prompt_ids::VARCHAR), (turn, sample_index)) AS first_prompt
+    FROM read_parquet($files) GROUP BY ALL
+) USING (partition, prompt_id)
+ORDER BY sequence_id
 """
 
 
@@ -135,7 +140,7 @@ class Corpus:
         return None if np.isnan(logprobs).any() else logprobs
 
     def heldout(self, share: float) -> npt.NDArray[np.bool_]:
-        """Which sequences are kept for validation: by the hash of their prompt, so no prompt is on both sides."""
+        """Which sequences are kept for validation: by the hash of their first turn, so none is on both sides."""
         return self.column("prompt_hash") < share * 2**32
 
     def answer_counts(self, rows: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
@@ -253,7 +258,7 @@ def _write_sequences(folder: Path, files: list[str]) -> tuple[int, list[str]]:
                         "sequence_id": row["sequence_id"],
                         "token_sha": row["token_sha"],
                         "partition": row["partition"],
-                        "prompt_hash": _prompt_hash(row["partition"], row["prompt_id"]),
+                        "prompt_hash": int(row["first_prompt"][:8], 16),
                         "start": start,
                         "prompt_tokens": len(prompt),
                         "tokens": len(logprobs),
@@ -275,7 +280,3 @@ def _is_whole(row: Row) -> bool:
     if logprobs is not None and (len(logprobs) != len(ids[1]) or None in logprobs):
         return False
     return (token_sha(*ids), sequence_id(*name)) == (row["token_sha"], row["sequence_id"])
-
-
-def _prompt_hash(partition: str, prompt_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{partition}\0{prompt_id}".encode()).digest()[:4], "little")

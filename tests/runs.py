@@ -18,13 +18,14 @@ def sequence(
     logprobs: Sequence[float] | None = None,
     partition: str = "p",
     sample_index: int = 0,
+    turn: int = 0,
 ) -> dict[str, Any]:
     """A row of `sequences/`."""
     return {
-        "sequence_id": sequence_id(partition, prompt_id, 0, sample_index),
+        "sequence_id": sequence_id(partition, prompt_id, turn, sample_index),
         "partition": partition,
         "prompt_id": prompt_id,
-        "turn": 0,
+        "turn": turn,
         "sample_index": sample_index,
         "prompt_ids": list(prompt_ids),
         "output_ids": list(output_ids),

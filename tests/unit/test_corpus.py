@@ -123,7 +123,7 @@ def test_an_incomplete_generate_stage_gives_no_corpus(tmp_path: Path) -> None:
 
 
 def test_held_out_prompts_take_all_their_samples_along(tmp_path: Path) -> None:
-    rows = [sequence(f"q{i}", [1, 2], [3, i], sample_index=k) for i in range(400) for k in range(2)]
+    rows = [sequence(f"q{i}", [1, 2, i], [3, i], sample_index=k) for i in range(400) for k in range(2)]
     made = corpus.make(make_run(tmp_path / "run", rows))
     heldout = made.heldout(0.1)
     names = {row["sequence_id"]: row["prompt_id"] for row in rows}
@@ -132,6 +132,31 @@ def test_held_out_prompts_take_all_their_samples_along(tmp_path: Path) -> None:
         sides.setdefault(names[made.sequence_id(i)], set()).add(bool(heldout[i]))
     assert all(len(side) == 1 for side in sides.values())
     assert 0.06 < heldout.mean() < 0.15  # 40 of 400 prompts, give or take three standard deviations
+
+
+def test_conversations_with_one_first_turn_are_on_one_side_whatever_they_are_called(tmp_path: Path) -> None:
+    rows = [
+        sequence(f"{name}{i}", [i, 1], [2], partition=partition, turn=0)
+        for i in range(200)
+        for partition, name in (("chat", "a"), ("chat", "b"), ("code", "a"))
+    ]
+    rows += [
+        sequence(f"{name}{i}", [i, 1, 2, ord(name)], [3], partition="chat", turn=1) for i in range(200) for name in "ab"
+    ]
+    made = corpus.make(make_run(tmp_path / "run", rows))
+    heldout = made.heldout(0.3)
+    sides: dict[int, list[bool]] = {}
+    for row in range(len(made)):
+        sides.setdefault(int(made.ids(row)[0]), []).append(bool(heldout[row]))
+    assert {len(side) for side in sides.values()} == {5}
+    assert {len(set(side)) for side in sides.values()} == {1}
+    assert 0.2 < heldout.mean() < 0.4  # 60 of 200 first turns, give or take three standard deviations
+
+
+def test_the_first_turn_that_is_left_decides_where_the_first_is_missing(tmp_path: Path) -> None:
+    rows = [sequence("a", [1, 2, 3], [4], turn=2), sequence("a", [1, 2], [4], turn=1), sequence("b", [1, 2], [5])]
+    made = corpus.make(make_run(tmp_path / "run", rows))
+    assert len(set(made.column("prompt_hash").tolist())) == 1
 
 
 def test_answer_tokens_are_counted_and_prompts_are_not(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from eagle3_ray.capture_plan import Plan, Shard
 from eagle3_ray.capturer import CaptureSettings, ShardCapturer
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
-from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.errors import ENDS, explain, root_cause, say
 from eagle3_ray.runs import CAPTURE, GENERATE, RunDir, RunError, WriterLock, command
 from eagle3_ray.stages import carried_out
 from eagle3_ray.states_cache import about, read_scores
@@ -58,9 +58,9 @@ def run(config: Config) -> dict[str, Any]:
         plan = Plan.make(run_dir, config.capture, sequences, target)
         done = run_dir.succeeded_with(CAPTURE, sequences.key) and not plan.missing
         if done and (summary := run_dir.summary(CAPTURE)) is not None:
-            print(f"{run_dir.path} is captured; nothing to do", file=sys.stderr)
+            say(f"{run_dir.path} is captured; nothing to do")
             return summary
-        print(plan.text(), file=sys.stderr)
+        say(plan.text())
         plan.check_room()
         cluster.connect()
         cluster.require(need(config.capture))
@@ -71,10 +71,8 @@ def run(config: Config) -> dict[str, Any]:
             if plan.missing:
                 with cluster.watched(need(config.capture)):
                     _pipeline(run_dir, config, sequences, target, plan, lock.token, progress)
-        except (ray.exceptions.RayError, OSError) as error:
-            stopped_by = explain(root_cause(error))
-        except (SystemExit, KeyboardInterrupt) as end:
-            stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
+        except ENDS as end:
+            stopped_by = explain(root_cause(end))
         summary = _summarise(run_dir, config.capture, sequences, target, progress, stopped_by, started)
         run_dir.write_summary(CAPTURE, summary)
         if summary["status"] == "complete":
@@ -214,16 +212,15 @@ class Progress:
         for note in shard["notes"]:
             kind, _, text = note.partition(" ")
             run_log.event(_EVENTS.get(kind, "warning"), logging.WARNING, text=text)
-            print(text, file=sys.stderr)
+            say(text)
         self.seconds = now - self.started
         if now - self._said > _SAY_EVERY_S or self.shards == len(self._plan.missing):
             self._said = now
             left = (self._plan.missing_tokens - self.tokens) / max(self.tokens_per_second, 1e-9)
-            print(
+            say(
                 f"{time.strftime('%H:%M:%S')} shards {self.shards}/{len(self._plan.missing)} | "
                 f"{self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s ({self.prefill_share:.0%} of bare "
                 f"prefill) | {self.bytes / 1e9:.2f} GB | set aside {self.set_aside} | ETA {left / 60:.0f} min",
-                file=sys.stderr,
             )
 
     @property

@@ -14,6 +14,7 @@ import ray
 import yaml
 
 from eagle3_ray.config import Config, keys, load, presets
+from eagle3_ray.errors import explain, say
 from eagle3_ray.mirror import mirrored, to_fetch
 from eagle3_ray.stages import SETUP_ERRORS, sentence
 
@@ -46,7 +47,7 @@ def main(
         told = to_fetch(config.run.dir, config.run.mirror) if config.run.mirror else None
         print(told or dry_run(config))  # which may write a plan into run.dir
     except SETUP_ERRORS as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}")
         return 2
     return 0
 
@@ -66,10 +67,10 @@ def carry_out(work: Callable[[], dict[str, Any]]) -> int:
     try:
         summary = work()
     except SETUP_ERRORS as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}")
         summary = _without_summary("refused", sentence(error))
     except (SystemExit, KeyboardInterrupt) as end:
-        summary = _without_summary("stopped", "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C")
+        summary = _without_summary("stopped", explain(end))
     except (OSError, ray.exceptions.RayError) as error:
         summary = _without_summary("stopped", sentence(error))
     except BaseException as error:
@@ -87,11 +88,11 @@ def _tell(summary: dict[str, Any]) -> int:
     ray.shutdown()  # which prints what it has to say of lost workers, so that the summary is the last line
     code = _CODES.get(summary["status"], 1)
     if summary["stopped_by"] and code == 1:
-        print(f"STOPPED: {summary['stopped_by']}", file=sys.stderr)
+        say(f"STOPPED: {summary['stopped_by']}")
     for warning in summary["warnings"]:
-        print(f"WARNING: {warning}", file=sys.stderr)
+        say(f"WARNING: {warning}")
     if code == 1:
-        print("Run the same command again to go on from here; what is finished is kept.", file=sys.stderr)
+        say("Run the same command again to go on from here; what is finished is kept.")
     print(json.dumps(summary), flush=True)
     return code
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray.background import repeated
 from eagle3_ray.config import ConfigError
+from eagle3_ray.errors import say
 
 _LOOK_EVERY_S = 10.0
 
@@ -95,7 +96,7 @@ def watched(*needs: Need) -> Iterator[None]:
         lack = _lacking(needs)
         if lack != before:
             waits = f"{lack}: the job waits. Add a node, or stop it and ask for less; it goes on from here."
-            print(waits if lack else "The cluster has room again.", file=sys.stderr, flush=True)
+            say(waits if lack else "The cluster has room again.")
         before = lack
 
     with repeated(look, _LOOK_EVERY_S, "room"):

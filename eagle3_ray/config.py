@@ -247,7 +247,9 @@ class Train(Section):
     dtype: Literal["bfloat16", "float32"] | None = Field(
         None, description="what the drafter computes in; its weights are float32; bfloat16 on GPUs where not given"
     )
-    heldout: float = Field(0.05, ge=0, lt=1, description="share of the prompts that only validate")
+    heldout: float = Field(
+        0.05, ge=0, lt=1, description="share of the prompts (of first turns, in conversations) that only validate"
+    )
     validate_every: int = Field(50, ge=1, description="steps between validations")
     checkpoint_every: int = Field(50, ge=1, description="steps between checkpoints")
     patience: int | None = Field(

@@ -5,7 +5,6 @@ lost with its actor or node is replaced where there is room. One that does not s
 given up with its own last words, and the job with the last of them.
 """
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from eagle3_ray import cluster
 from eagle3_ray.background import repeated
 from eagle3_ray.config import Config, Generate
-from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.errors import explain, root_cause, say
 from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.target.files import TargetFiles
@@ -121,7 +120,7 @@ class Crew:
             answer: str | None = ray.get(member.pending)
         except ray.exceptions.RayError as error:
             if not _is_of_the_server(error):
-                _say(f"{member.url or 'a server that was starting'} is lost with its actor or its node")
+                say(f"{member.url or 'a server that was starting'} is lost with its actor or its node")
                 self._members.remove(member)
                 ray.kill(member.actor)
                 return
@@ -142,7 +141,7 @@ class Crew:
     def _give_up(self, member: _Member, failure: str) -> None:
         """Frees its GPUs. It stays in the list, so that no other one is started in its place."""
         member.failure = failure
-        _say(failure)
+        say(failure)
         ray.kill(member.actor)
 
 
@@ -170,7 +169,7 @@ def serving(config: Config, target: TargetFiles) -> Iterator[Crew]:
     if count:
         servers = cluster.Need("servers", 1 if count == "auto" else count, cpus, gpus)
         cluster.require(servers, cluster.Need("the job's own tasks", 1, _OWN_CPUS, 0))
-        _say(f"starting {count if count != 'auto' else 'all'} SGLang servers; a large model takes minutes")
+        say(f"starting {count if count != 'auto' else 'all'} SGLang servers; a large model takes minutes")
     model = target.for_sglang()
     options = {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 4}
 
@@ -224,7 +223,3 @@ def kept_up(crew: Crew, registry: Any, telemetry: Any) -> Iterator[None]:
 
     with repeated(look, _LOOK_S, "crew"):
         yield
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ cannot be believed -> a table and a summary. Engines run one after the other, so
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from eagle3_ray import cluster
 from eagle3_ray.acceptance.diagnosis import examine
@@ -30,7 +27,7 @@ from eagle3_ray.acceptance.table import by_group, table
 from eagle3_ray.acceptance.tally import EVERYTHING, PLAIN, VALIDATION_STEPS
 from eagle3_ray.config import Config, ConfigError, Evaluate, Target
 from eagle3_ray.drafter.checkpoints import folder_sha
-from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.errors import ENDS, explain, root_cause, say
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import EVALUATE, SUCCESS, TRAIN, RunDir, WriterLock
 from eagle3_ray.sglang.processes import ServerFailed
@@ -64,8 +61,8 @@ def run(config: Config) -> dict[str, Any]:
         questions = load_questions(settings.section.prompts, settings.section.limit)
         key = _key(settings, settings.section.drafters, resolve(settings.target.model), questions)
         if run_dir.succeeded_with(EVALUATE, key) and (known := run_dir.summary(EVALUATE)) is not None:
-            print(f"{run_dir.path} is evaluated; nothing to do", file=sys.stderr)
-            _say(table(known["engines"]))
+            say(f"{run_dir.path} is evaluated; nothing to do")
+            say(table(known["engines"]))
             return known
         if settings.section.gpus:
             cluster.connect()
@@ -152,11 +149,9 @@ def evaluate(settings: EvaluateSettings, kept: Kept) -> dict[str, Any]:
             measured = kept.get(drafter, _key(settings, (drafter,), *of), measure_it)
             engines[drafter] = measured["result"]
             warnings += [f"{drafter}: {warning}" for warning in measured["warnings"]]
-            _say(table(engines))
-    except (EngineFailed, ServerFailed, ray.exceptions.RayError) as error:
-        stopped_by = explain(root_cause(error))
-    except (SystemExit, KeyboardInterrupt) as end:
-        stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
+            say(table(engines))
+    except (EngineFailed, ServerFailed, *ENDS) as end:
+        stopped_by = explain(root_cause(end))
     best = max(
         (drafter for drafter in settings.section.drafters if drafter in engines),
         key=lambda drafter: engines[drafter]["acceptance"][EVERYTHING]["acceptance_length"] or 0.0,
@@ -274,7 +269,7 @@ def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
         info = engine_info(url, work.settings.api_key)
         if info.algorithm is not None:
             raise EngineFailed(f"{url} was named as the engine without a drafter, but it runs {info.algorithm}.")
-        _say(f"plain engine: {len(work.questions)} questions")
+        say(f"plain engine: {len(work.questions)} questions")
         with clock.busy():
             answers = answer_conversations(
                 url, work.questions, work.renderer, work.sampling, work.concurrency, work.settings.api_key
@@ -286,7 +281,7 @@ def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
 def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) -> dict[str, Any]:
     """The drafter's `result`, and `warnings` about it."""
     settings = work.settings
-    _say(f"{drafter}: {len(plain.answers.served)} prompts")
+    say(f"{drafter}: {len(plain.answers.served)} prompts")
     with clock.engine(work.serving, drafter) as url:
         info = engine_info(url, settings.api_key)
         prompts = [one.prompt for one in plain.answers.served]
@@ -338,7 +333,3 @@ def _shape(answers: Measured) -> dict[str, Any]:
         "output_tokens": answers.output_tokens,
         "finished": sum(one.finish_reason == "stop" for one in answers.served),
     }
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

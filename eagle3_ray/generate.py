@@ -20,7 +20,7 @@ from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.crew import Crew, kept_up, servers_to_start, serving
-from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.errors import ENDS, explain, root_cause, say
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
@@ -55,7 +55,7 @@ def run(config: Config) -> dict[str, Any]:
         planned = plan.load(run_dir.stage(GENERATE) / "plan") is not None  # training reads the plan, too
         complete = planned and run_dir.succeeded_with(GENERATE, key)
         if complete and (summary := run_dir.summary(GENERATE)) is not None:
-            print(f"{run_dir.path} is complete; nothing to do", file=sys.stderr)
+            say(f"{run_dir.path} is complete; nothing to do")
             return summary
         Ledger(run_dir).check()
         cluster.connect()
@@ -72,10 +72,8 @@ def run(config: Config) -> dict[str, Any]:
             with kept_up(crew, registry, observer), telemetry.Progress(observer, expected, done):
                 try:
                     _pipeline(run_dir, config, work, observer, registry, lock.token)
-                except (ray.exceptions.RayError, OSError) as error:
-                    stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(error))
-                except (SystemExit, KeyboardInterrupt) as end:
-                    stopped_by = "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C"
+                except ENDS as end:
+                    stopped_by = ray.get(observer.view.remote()).stop_reason or explain(root_cause(end))
             view = ray.get(observer.view.remote())
             ray.kill(registry)
         summary = _summarise(run_dir, config, work.plan, view, stopped_by, time.monotonic() - started)

@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -28,7 +27,7 @@ from typing import Any
 
 from eagle3_ray import mirror_index as index
 from eagle3_ray import run_log
-from eagle3_ray.errors import explain
+from eagle3_ray.errors import explain, say
 from eagle3_ray.mirror_index import CHUNK, FILES, Entry, Seen
 from eagle3_ray.object_store import FAILURES, ObjectStore
 from eagle3_ray.runs import RunDir, RunError, WriterLock, read_json, write_json
@@ -152,7 +151,7 @@ class Mirror:
             self.copy()
         except TakenOver as end:
             self._taken_over, self._trouble = True, str(end)
-            print(f"WARNING: {self._name}: {end}", file=sys.stderr, flush=True)
+            say(f"WARNING: {self._name}: {end}")
             run_log.event("mirror taken over", logging.WARNING, cause=str(end))
             if not self._end.is_set():
                 self._end.set()
@@ -160,12 +159,12 @@ class Mirror:
         except FAILURES as error:
             self._trouble = explain(error)
             if known is None and not self._given_up:
-                print(f"WARNING: {self._name} is behind: {self._trouble}", file=sys.stderr, flush=True)
+                say(f"WARNING: {self._name} is behind: {self._trouble}")
                 run_log.event("mirror behind", logging.WARNING, cause=self._trouble)
         else:
             self._trouble = None
             if known is not None:
-                print(f"{self._name} has caught up", file=sys.stderr, flush=True)
+                say(f"{self._name} has caught up")
                 run_log.event("mirror caught up")
             return True
         return False

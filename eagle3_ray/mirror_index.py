@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from eagle3_ray.errors import say
 from eagle3_ray.object_store import ObjectStore
 from eagle3_ray.runs import RunError
 
@@ -152,7 +152,7 @@ def fetch(store: ObjectStore, run: Path) -> dict[str, Entry]:
     files = read(store)
     while files:
         size = sum(entry.get("size", 0) for entry in files.values())
-        print(f"fetching {len(files):,} files, {size / 1e9:.2f} GB, to {run}", file=sys.stderr, flush=True)
+        say(f"fetching {len(files):,} files, {size / 1e9:.2f} GB, to {run}")
         each(partial(_fetch_file, store, staging), files.keys(), files.values())
         newer = read(store)
         if newer == files:

@@ -5,13 +5,12 @@ name, with the same configuration; one that is complete has nothing to do, so th
 stage that is not. A stage gives back its servers, GPUs and memory before the next one starts.
 """
 
-import sys
 import time
 from typing import Any
 
 from eagle3_ray import capture, evaluate, generate, train
 from eagle3_ray.config import Config
-from eagle3_ray.errors import explain
+from eagle3_ray.errors import explain, say
 from eagle3_ray.report import write_report
 from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError
 from eagle3_ray.stages import Stage
@@ -27,10 +26,10 @@ def run(config: Config) -> dict[str, Any]:
     """
     started = time.monotonic()
     run_dir = RunDir(config.run.dir)
-    print(dry_run(config), file=sys.stderr)
+    say(dry_run(config))
     summaries: dict[str, dict[str, Any]] = {}
     for name, stage in _stages(config):
-        print(f"--- {name}", file=sys.stderr, flush=True)
+        say(f"--- {name}")
         summaries[name] = stage(config)
         if summaries[name]["status"] != "complete":
             break

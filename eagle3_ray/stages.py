@@ -66,7 +66,7 @@ def _watched(stage: str, run: Stage, config: Config, run_dir: RunDir) -> Summary
     try:
         summary = run(config)
     except (SystemExit, KeyboardInterrupt) as end:
-        summary = _stopped(stage, run_dir, "SIGTERM" if isinstance(end, SystemExit) else "Ctrl-C")
+        summary = _stopped(stage, run_dir, explain(end))
     except BaseException as error:
         cause = root_cause(error)
         refused = isinstance(cause, SETUP_ERRORS)

@@ -27,7 +27,7 @@ from eagle3_ray.config import Capture, Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
 from eagle3_ray.drafter.checkpoints import folder_sha
 from eagle3_ray.drafter.config import DrafterConfig, DrafterConfigError
-from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.errors import explain, root_cause, say
 from eagle3_ray.runs import CAPTURE, TRAIN, RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, read_config, resolve
@@ -75,7 +75,7 @@ def run(config: Config) -> dict[str, Any]:
         plan = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
         run_dir.check(TRAIN, fingerprint)
         if run_dir.succeeded_with(TRAIN, plan) and (summary := run_dir.summary(TRAIN)) is not None:
-            print(f"{run_dir.path} is trained; nothing to do", file=sys.stderr)
+            say(f"{run_dir.path} is trained; nothing to do")
             return summary
         _check_cache(run_dir, config, sequences, target)
         cluster.connect()
@@ -250,12 +250,11 @@ def _settings(
         vocabulary = drafting.choose_vocabulary(run_dir, sequences, train_rows, drafter, target)
     except ValueError as error:  # the target's RoPE is none that engines serve, or the vocabulary is too small
         raise ConfigError(f"a drafter for {target.name}: {error}") from None
-    print(_plan_text(train, sequences), file=sys.stderr)
+    say(_plan_text(train, sequences))
     if train.drafter is None:
-        print(
+        say(
             f"  draft vocabulary: {drafter.draft_vocab_size:,} of {drafter.vocab_size:,} tokens, "
             f"{vocabulary.coverage:.2%} of the answer tokens",
-            file=sys.stderr,
         )
     return TrainSettings(
         corpus=sequences,

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from eagle3_ray import run_log
 from eagle3_ray.batches import Step
+from eagle3_ray.errors import say
 from eagle3_ray.runs import write_text
 from eagle3_ray.trackers import Trackers
 
@@ -109,11 +109,11 @@ class Watch:
         for line in new:
             self._log(line)
             if "validation" in line:
-                print(_validation_text(line), file=sys.stderr)
+                say(_validation_text(line))
         trained = [line for line in new if "loss" in line]
         if trained:
             self.first_step = self.first_step or time.monotonic() - sum(map(seconds_of, trained))
-            print(_step_text(trained[-1]), file=sys.stderr)
+            say(_step_text(trained[-1]))
 
     def _log(self, line: Mapping[str, Any]) -> None:
         if "started" in line:

@@ -6,7 +6,6 @@ absent where an answer needed no verify step, and on a server that has no drafte
 """
 
 import asyncio
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import aiohttp
 
 from eagle3_ray.acceptance.questions import EvalPrompt, Question, turn_prompts
 from eagle3_ray.acceptance.tally import Acceptance
+from eagle3_ray.errors import say
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.sglang.protocol import (
     Refused,
@@ -155,7 +155,7 @@ async def _measure(
             await asyncio.sleep(_SAY_EVERY_S)
             done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
             speed = sum(len(one.output_ids) for one in done) / (time.perf_counter() - started)
-            print(f"  {len(done)}/{len(tasks)} answers, {speed:.0f} tokens/s", file=sys.stderr, flush=True)
+            say(f"  {len(done)}/{len(tasks)} answers, {speed:.0f} tokens/s")
 
     async with open_session(api_key, timeout_s=3600) as session:
         started = time.perf_counter()

@@ -1,6 +1,5 @@
 """Results of engines on disk, so that an evaluation that was stopped goes on with the next engine."""
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from eagle3_ray.acceptance.engine import Measured, Served
 from eagle3_ray.acceptance.questions import EvalPrompt
+from eagle3_ray.errors import say
 from eagle3_ray.runs import read_json, write_json
 
 
@@ -21,7 +21,7 @@ class Kept:
         """The result under `key`, measured now unless it is there. Raises RunError: what is there is damaged."""
         path = self.folder / f"{key}.json"
         if path.exists():
-            print(f"{name}: measured by an earlier job", file=sys.stderr)
+            say(f"{name}: measured by an earlier job")
         else:
             write_json(path, measure())
         return read_json(path, "Remove it; the next job measures that engine again.")

@@ -5,11 +5,11 @@ Exit codes: 0 all is well or only warned of, 1 a FAIL in the cluster, 2 no such 
 
 import argparse
 import os
-import sys
 
 from ray.exceptions import RayError
 
 from eagle3_ray import cluster, cluster_doctor, doctor
+from eagle3_ray.errors import say
 from eagle3_ray.runs import CAPTURE, GENERATE, TRAIN, RunDir, RunError
 
 _NO_RAY = "Is Ray up at RAY_ADDRESS (`ray status` there), and is ~/.ray/auth_token here the cluster's?"
@@ -40,7 +40,7 @@ def main() -> int:
         else:
             print(doctor.describe(run))
     except RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}")
         return 2
     return 0
 

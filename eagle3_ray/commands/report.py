@@ -1,8 +1,8 @@
 """Writes RUN/report.html, which opens in any browser, and the same numbers as RUN/report.json."""
 
 import argparse
-import sys
 
+from eagle3_ray.errors import say
 from eagle3_ray.report import write_report
 from eagle3_ray.runs import RunDir, RunError
 
@@ -14,6 +14,6 @@ def main() -> int:
     try:
         print(write_report(RunDir(parser.parse_args().run)))
     except RunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}")
         return 2
     return 0

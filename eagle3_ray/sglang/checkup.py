@@ -1,9 +1,9 @@
 """Probes all servers of a run at its start: the fit ones, the silent ones, and an error for any other."""
 
 import asyncio
-import sys
 from collections.abc import Sequence
 
+from eagle3_ray.errors import say
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, compare, probe
 from eagle3_ray.sglang.protocol import Sampling, Transient
 from eagle3_ray.sglang.transport import open_session
@@ -22,12 +22,12 @@ def check_up(
     for url, result in zip(urls, found, strict=True):
         if isinstance(result, ServerFacts):
             facts.append(result)
-            _say(
+            say(
                 f"{url} is fit: SGLang {result.settings['engine.version']}, {result.capacity_tokens} tokens of KV cache"
             )
         elif isinstance(result, Transient):
             silent.append(url)
-            _say(f"WARNING: {url} does not answer ({result}); it is probed again while the job runs")
+            say(f"WARNING: {url} does not answer ({result}); it is probed again while the job runs")
         elif isinstance(result, Unfit):
             raise Unfit(f"{url}: {result}")
         else:
@@ -35,7 +35,7 @@ def check_up(
     if not facts:
         raise Unfit(f"No server answers at {', '.join(silent)}. Start one, or correct generate.endpoints.")
     for warning in [f"{fact.url}: {w}" for fact in facts for w in fact.warnings] + compare(facts):
-        _say(f"WARNING: {warning}")
+        say(f"WARNING: {warning}")
     return facts, silent
 
 
@@ -45,7 +45,3 @@ async def _probe_all(
     async with open_session(api_key, timeout_s) as session:
         work = (probe(session, url, material, sampling) for url in urls)
         return await asyncio.gather(*work, return_exceptions=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -26,6 +26,8 @@ _SHAREGPT_ANSWERS = {"gpt", "assistant", "chatgpt", "bot", "model"}
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _FORMS = ("messages", "conversations", "prompt", "input_ids")
 _QUESTIONS = ("instruction", "question", "problem", "query")
+_SYSTEM = ("system", "system_prompt")
+_BESIDE = (*_SYSTEM, "tools", "chat_template_kwargs")
 
 Message = dict[str, Any]
 
@@ -141,10 +143,13 @@ def parse(raw: bytes, fallback_id: str) -> Prompt:
     if row.get("input_ids") is not None:
         return Prompt(prompt_id, _checked_ids(row["input_ids"]), [], None, {})
     options = {key: value for key, value in options.items() if value is not None}  # Arrow structs fill in nulls
+    system = _system(row)
     if row.get("target_asks"):
-        system = [] if row.get("system") is None else [_checked({"role": "system", "content": row["system"]})]
         return Prompt(prompt_id, None, [system], None, options, target_asks=True)
-    return Prompt(prompt_id, None, _split_turns(_messages(row)), tools, options)
+    messages = _messages(row)
+    if system and messages[0]["role"] == "system":
+        raise BadPrompt("a system text beside the messages and one in them")
+    return Prompt(prompt_id, None, _split_turns([*system, *messages]), tools, options)
 
 
 def usual_form(raw: bytes, column: str | None = None) -> bytes:
@@ -164,14 +169,16 @@ def usual_form(raw: bytes, column: str | None = None) -> bytes:
         row = {"id": row_id, column: row.get(column)}
     if any(row.get(form) is not None for form in _FORMS):
         return json.dumps(row).encode() if column else raw
+    beside = {name: row[name] for name in _BESIDE if row.get(name) is not None}
     if isinstance(row.get("turns"), list):  # MT-bench as its authors keep it
-        return json.dumps({"id": row_id, "messages": [{"role": "user", "content": t} for t in row["turns"]]}).encode()
+        turns = [{"role": "user", "content": turn} for turn in row["turns"]]
+        return json.dumps({"id": row_id, "messages": turns, **beside}).encode()
     question = next((row[name] for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if question is None:
         raise BadPrompt(f"none of {', '.join((*_FORMS, 'turns', *_QUESTIONS))} is there")
     if row.get("input") and isinstance(row["input"], str):  # Alpaca: what the instruction is about
         question = f"{question}\n\n{row['input']}"
-    return json.dumps({"id": row_id, "prompt": question}).encode()
+    return json.dumps({"id": row_id, "prompt": question, **beside}).encode()
 
 
 def _find_files(path: str) -> Iterator[Source]:
@@ -294,6 +301,12 @@ def _checked_ids(ids: Any) -> list[int]:
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise BadPrompt("input_ids is not a list of whole numbers with at least one entry")
     return ids
+
+
+def _system(row: dict[str, Any]) -> list[Message]:
+    """The system text that stands in a column of its own, as a message; none where it is not there or empty."""
+    texts = [row[name] for name in _SYSTEM if row.get(name)]
+    return [_checked({"role": "system", "content": text}) for text in texts[:1]]
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:

@@ -36,6 +36,31 @@ def test_every_usual_form_of_a_row_gives_the_questions_without_the_answers(row: 
     assert prompt.prompt_id == ("81" if "question_id" in row else "f:1")
 
 
+@pytest.mark.parametrize("system", ["system", "system_prompt"])
+@pytest.mark.parametrize("form", ["prompt", "question", "turns", "messages", "conversations"])
+def test_what_stands_beside_a_question_goes_along_with_it(form: str, system: str) -> None:
+    questions = {
+        "prompt": "a",
+        "question": "a",
+        "turns": ["a"],
+        "messages": [_user("a")],
+        "conversations": [{"from": "human", "value": "a"}],
+    }
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {form: questions[form], system: "S", "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    prompt = parse_row(json.dumps(row).encode(), "f:1", column=None)
+    assert prompt.turns == [[{"role": "system", "content": "S"}, _user("a")]]
+    assert (prompt.tools, prompt.chat_template_kwargs) == (tools, {"enable_thinking": False})
+    bare = parse_row(json.dumps({form: questions[form], system: ""}).encode(), "f:1", column=None)
+    assert bare.turns == [[_user("a")]]
+
+
+def test_two_system_texts_are_refused() -> None:
+    row = {"messages": [{"role": "system", "content": "S"}, _user("a")], "system": "T"}
+    with pytest.raises(BadPrompt, match="a system text beside the messages and one in them"):
+        parse_row(json.dumps(row).encode(), "f:1", column=None)
+
+
 @pytest.mark.parametrize(("row", "texts"), USUAL)
 def test_an_evaluation_asks_what_prepare_keeps_out_of_the_same_file(
     row: dict[str, Any], texts: list[str], tmp_path: Path

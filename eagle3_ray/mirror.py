@@ -27,9 +27,10 @@ from typing import Any
 
 from eagle3_ray import mirror_index as index
 from eagle3_ray import run_log
-from eagle3_ray.errors import explain, say
+from eagle3_ray.errors import explain
 from eagle3_ray.mirror_index import CHUNK, FILES, Entry, Seen
 from eagle3_ray.object_store import FAILURES, ObjectStore
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import RunDir, RunError, WriterLock, read_json, write_json
 
 EVERY_S = 10.0
@@ -156,7 +157,7 @@ class Mirror:
             if not self._end.is_set():
                 self._end.set()
                 self._stop_job()
-        except FAILURES as error:
+        except (*FAILURES, ValueError) as error:  # ValueError: a file name that is not UTF-8
             self._trouble = explain(error)
             if known is None and not self._given_up:
                 say(f"WARNING: {self._name} is behind: {self._trouble}")

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from eagle3_ray.errors import say
 from eagle3_ray.object_store import ObjectStore
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import RunError
 
 INDEX, FILES = "index.json", "files"
@@ -70,13 +70,19 @@ def _look(folder: Path, prefix: str) -> Iterator[tuple[str, Seen]]:
             path = prefix + entry.name
             if entry.name.startswith(".") or path in _LEFT_OUT:
                 continue
-            if entry.is_symlink():
+            if entry.is_symlink() and not _leads_out(os.readlink(entry.path)):
                 yield path, Seen(0, 0, os.readlink(entry.path))
-            elif entry.is_dir():
+            elif entry.is_dir():  # a link to a folder on another disk, too: the mirror has to outlive that one as well
+                if folder.resolve().is_relative_to(Path(entry.path).resolve()):
+                    raise OSError(f"{entry.path} is a link to what it is in; remove it")
                 yield from _look(Path(entry.path), f"{path}/")
             else:
                 about = entry.stat()
                 yield path, Seen(about.st_size, about.st_mtime_ns)
+
+
+def _leads_out(link: str) -> bool:
+    return "/" in link or link.startswith(".")
 
 
 def is_appended(path: str) -> bool:
@@ -122,7 +128,7 @@ def _damaged(name: str) -> RunError:
 def _fetch_file(store: ObjectStore, staging: Path, path: str, entry: Entry) -> None:
     """Makes a file of the index in `staging`, unless it is there. Raises FAILURES; RunError: it is damaged."""
     place, link = staging / path, entry.get("link")
-    leads_out = link is not None and ("/" in link or link.startswith("."))
+    leads_out = link is not None and _leads_out(link)
     if leads_out or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise _damaged(f"{path} in {INDEX}")
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -570,3 +570,32 @@ def test_a_command_whose_mirror_is_of_another_run_is_refused(
     out = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert out["status"] == "refused"
     assert "holds another run than" in out["stopped_by"]
+
+
+def test_what_lies_on_another_disk_is_mirrored_too_and_comes_back_as_a_folder(tmp_path: Path, place: str) -> None:
+    run, other = begun(tmp_path / "run"), tmp_path / "other"
+    write(tmp_path / "nvme" / "shards" / "0.parquet", b"states")
+    write(tmp_path / "nvme" / "about.json", b"{}")
+    (run / "capture").symlink_to(tmp_path / "nvme")
+    (run / "notes.txt").symlink_to(tmp_path / "nvme" / "about.json")
+    whole = tree(run) | {"capture/shards/0.parquet": b"states", "capture/about.json": b"{}", "notes.txt": b"{}"}
+    del whole["capture"]
+    assert mirrored(lambda: dict(COMPLETE), str(run), place)["mirror"]["complete"]
+    shutil.rmtree(tmp_path / "nvme")
+    mirrored(lambda: dict(COMPLETE), str(other), place)
+    assert tree(other) == whole
+
+
+def test_a_link_to_what_it_is_in_and_a_name_that_is_no_text_are_said_and_do_not_end_the_mirror(tmp_path: Path) -> None:
+    run, place = begun(tmp_path / "run"), str(tmp_path / "mirror")
+    for odd in (run / "generate" / "round", Path(os.fsdecode(bytes(run) + b"/\xff"))):
+        if odd.name == "round":
+            odd.symlink_to(run)
+        else:
+            odd.write_bytes(b"x")
+        told = mirrored(lambda: dict(COMPLETE), str(run), place)
+        assert not told["mirror"]["complete"]
+        [warning] = told["warnings"]
+        assert "is a link to what it is in" in warning or "surrogates not allowed" in warning
+        odd.unlink()
+        assert mirrored(lambda: dict(COMPLETE), str(run), place)["mirror"]["complete"]

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from eagle3_ray.file_hashes import sha256_of
 from eagle3_ray.runs import RunError
-from eagle3_ray.torch_files import UnreadableTorchFile, load_plain, sha256_of
+from eagle3_ray.torch_files import UnreadableTorchFile, load_plain
 from eagle3_ray.whole_files import temporary
 
 _STATE, _ABOUT, _BEST = "state.pt", "about.json", "best"

@@ -1,7 +1,6 @@
 """Errors that end a job in order, and how they are told to people."""
 
 import errno
-import sys
 
 import ray
 
@@ -28,8 +27,3 @@ def root_cause(error: BaseException) -> BaseException:
     if isinstance(error, ray.exceptions.RayError) and isinstance(inner, BaseException):
         return root_cause(inner)
     return error
-
-
-def say(text: str) -> None:
-    """Tells people, on stderr: stdout is for the summary."""
-    print(text, file=sys.stderr, flush=True)

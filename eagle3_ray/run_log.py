@@ -6,6 +6,7 @@ event (docs/logs.md). Ordinary rows have no lines. Only the driver writes: what 
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,3 +58,8 @@ def writing(run: Path, stage: str) -> Iterator[None]:
 def event(name: str, level: int = logging.INFO, **about: Any) -> None:
     """Writes a line: `name` is the kind of event, `about` its ids and reasons."""
     _logger.log(level, "%s", name, extra={"about": about})
+
+
+def say(text: str) -> None:
+    """Tells people, on stderr: stdout is for the summary."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
 """Files of tensors, ours and those of strangers: tensors and plain values come out of them, code never runs."""
 
-import hashlib
 import pickle
 import struct
 from pathlib import Path
@@ -37,12 +36,6 @@ def open_safetensors(path: Path, failure: type[Exception], remedy: str) -> safe_
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
         raise failure(f"{path} is damaged ({error}). {remedy}") from None
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _UNREADABLE = (

@@ -15,8 +15,9 @@ from torch import Tensor
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.file_hashes import sha256_of
 from eagle3_ray.json_files import read_object
-from eagle3_ray.torch_files import UnreadableTorchFile, load_plain, open_safetensors, sha256_of
+from eagle3_ray.torch_files import UnreadableTorchFile, load_plain, open_safetensors
 
 SEAL, CONFIG_SEAL = "eagle3_ray.sha256", "eagle3_ray.config_sha256"
 """Keys of the safetensors metadata that hold the hashes of an exported drafter's tensors, and of its config.json."""
@@ -64,12 +65,6 @@ def load_drafter(folder: Path, target_config: Mapping[str, Any]) -> Eagle3Drafte
     expected = drafter.state_dict()
     drafter.load_state_dict({name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()})
     return drafter
-
-
-def folder_sha(folder: Path) -> str:
-    """SHA-256 of all that a checkpoint's folder means to an engine: names and bytes of its config and tensors."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt"))
-    return hashlib.sha256("\n".join(f"{path.name} {sha256_of(path)}" for path in files).encode()).hexdigest()
 
 
 def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:

@@ -24,7 +24,7 @@ from eagle3_ray.drafter.checkpoints import (
 )
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.model import Eagle3Drafter
-from eagle3_ray.torch_files import sha256_of
+from eagle3_ray.file_hashes import sha256_of
 from eagle3_ray.whole_files import temporary
 
 WEIGHTS = "model.safetensors"

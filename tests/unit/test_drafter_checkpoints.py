@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_ray.drafter import export as export_module
-from eagle3_ray.drafter.checkpoints import CheckpointError, folder_sha, load_drafter
+from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfig
 from eagle3_ray.drafter.export import export, launch_command, validate
 from eagle3_ray.drafter.initialise import initialise
 from eagle3_ray.drafter.model import Eagle3Drafter
 from eagle3_ray.drafter.propose import propose
 from eagle3_ray.drafter.vocabulary import DraftVocabulary
+from eagle3_ray.file_hashes import folder_sha
 
 LLAMA_TARGET: dict[str, Any] = {
     "model_type": "llama",

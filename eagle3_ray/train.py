@@ -11,6 +11,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from eagle3_ray.batches import steps
 from eagle3_ray.capturer import StreamCapturer
 from eagle3_ray.config import Capture, Config, ConfigError, Train
 from eagle3_ray.corpus import Corpus
-from eagle3_ray.drafter.checkpoints import folder_sha
 from eagle3_ray.drafter.config import DrafterConfig, DrafterConfigError
-from eagle3_ray.errors import explain, root_cause, say
-from eagle3_ray.runs import CAPTURE, TRAIN, RunDir, RunError, WriterLock, command, read_json
+from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.file_hashes import folder_sha
+from eagle3_ray.run_log import say
+from eagle3_ray.runs import CAPTURE, DRAFTER, INITIAL, TRAIN, RunDir, RunError, WriterLock, command, read_json
 from eagle3_ray.stages import carried_out
 from eagle3_ray.target.files import TargetError, TargetFiles, read_config, resolve
 from eagle3_ray.target.layers import resolve_layers
 from eagle3_ray.train_log import LOG, Watch, read_log, seconds_of
-from eagle3_ray.trainer import FINISHED, INITIAL, STOP, TrainSettings, train_loop
+from eagle3_ray.trainer import FINISHED, STOP, TrainSettings, train_loop
 
 _NUMBERS = (  # of the train section, all that change the trained drafter
     "draft_vocab_size",
@@ -74,7 +76,8 @@ def run(config: Config) -> dict[str, Any]:
         fingerprint = _fingerprint(run_dir, config, sequences, target)
         plan = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:16]
         run_dir.check(TRAIN, fingerprint)
-        if run_dir.succeeded_with(TRAIN, plan) and (summary := run_dir.summary(TRAIN)) is not None:
+        done = run_dir.succeeded_with(TRAIN, plan) and (run_dir.stage(TRAIN) / DRAFTER).is_dir()
+        if done and (summary := run_dir.summary(TRAIN)) is not None:
             say(f"{run_dir.path} is trained; nothing to do")
             return summary
         _check_cache(run_dir, config, sequences, target)
@@ -292,24 +295,26 @@ def _summarise(
     folder = settings.folder
     log = read_log(folder / LOG)
     trained = [line for line in log if "loss" in line]
-    validated = [line["validation"]["chain_acceptance_length"] for line in log if "validation" in line]
+    validated = {line["step"]: line["validation"]["chain_acceptance_length"] for line in log if "validation" in line}
     done = folder / FINISHED
     remedy = "Remove it and run jobs/train.py again."
     finished = done.exists() and read_json(done, remedy).get("plan") == settings.plan
-    found = checkpoints.best(folder / "checkpoints", settings.plan) or checkpoints.latest(
-        folder / "checkpoints", settings.plan
-    )
+    best, newest = (which(folder / "checkpoints", settings.plan) for which in (checkpoints.best, checkpoints.latest))
+    found = best or newest
+    figure = validated.get(found.next_step) if found else None
+    warnings = _warnings(settings, trained)
+    if validated and found and not best:
+        warnings.append(f"the best checkpoint is damaged or gone; the last one, of step {found.next_step}, stands in")
     drafter_dir = launch = None
     if finished and found is not None:
-        drafter_dir = str(folder / "drafter")
+        drafter_dir = str(folder / DRAFTER)
         about = {
             "fingerprint": run_dir.manifest()[TRAIN]["fingerprint"],
             "step": found.next_step,
-            "chain_acceptance_length": max(validated, default=None),
+            "chain_acceptance_length": figure,
         }
         dtype = getattr(torch, settings.dtype)
         launch = drafting.export_best(Path(drafter_dir), folder / INITIAL, found, target, about, dtype)
-    newest = checkpoints.latest(folder / "checkpoints", settings.plan)
     wall_s = time.monotonic() - started
     seconds = sum(map(seconds_of, trained))
     tokens = sum(line["tokens"] for line in trained)
@@ -321,7 +326,7 @@ def _summarise(
         "tokens": tokens,
         "set_aside": sum(line["set_aside"] for line in trained),
         "loss": trained[-1]["loss"] if trained else None,
-        "chain_acceptance_length": max(validated, default=None),
+        "chain_acceptance_length": figure,
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "wait_share": round(sum(line["wait_share"] for line in trained) / len(trained), 4) if trained else None,
         "drafter_dir": drafter_dir,
@@ -331,8 +336,21 @@ def _summarise(
         "busy_s": round(sum(seconds_of(line) * (1 - line["wait_share"]) for line in watch.own(trained)), 1),
         "run_dir": str(run_dir.path),
         "stopped_by": stopped_by,
-        "warnings": [],
+        "warnings": warnings,
     }
+
+
+def _warnings(settings: TrainSettings, trained: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was generated and has not been trained on."""
+    said = []
+    if damaged := corpus.damaged(settings.corpus):
+        said.append(f"{len(damaged)} generated sequences are damaged and were left out, e.g. {damaged[0]}")
+    if trained:
+        planned = len(settings.train_rows) * settings.train.epochs * len(trained) / trained[-1]["of"]
+        share = sum(line["set_aside"] for line in trained) / planned
+        if share > 0.02:
+            said.append(f"{share:.1%} of the sequences are not the target's own and were not trained on; see the log")
+    return said
 
 
 def _cause(error: BaseException) -> BaseException:

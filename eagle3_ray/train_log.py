@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle3_ray import run_log
 from eagle3_ray.batches import Step
-from eagle3_ray.errors import say
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import write_text
 from eagle3_ray.trackers import Trackers
 

@@ -40,7 +40,7 @@ from eagle3_ray.drafter.vocabulary import DraftVocabulary
 from eagle3_ray.drafting import from_checkpoint, from_scratch
 from eagle3_ray.feeds import CacheFeed, Fed, Feed, StreamFeed
 from eagle3_ray.metrics import TrainMetrics
-from eagle3_ray.runs import RunError, WriterLock, write_json
+from eagle3_ray.runs import INITIAL, RunError, WriterLock, write_json
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.train_log import StepLog
 from eagle3_ray.train_numbers import Totals, acceptance_length, sum_over_workers
@@ -48,7 +48,6 @@ from eagle3_ray.train_numbers import Totals, acceptance_length, sum_over_workers
 CLIP_NORM = 0.5
 STOP = ".stop"
 FINISHED = "finished.json"
-INITIAL = "initial"
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class Worker:
             )
         self._optimiser.step()
         self._optimiser.zero_grad()
-        numbers = totals.reduced(self._device, self._supervised(step), self._world)
+        numbers = totals.reduced(self._device, self._world)
         numbers |= {"learning_rate": rate, "gradient_norm": float(norm)}
         self._metrics.stepped(numbers)
         if self._log is not None:

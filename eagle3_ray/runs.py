@@ -26,6 +26,8 @@ from eagle3_ray.whole_files import sweep, temporary
 SUCCESS = "_SUCCESS"
 GENERATE, CAPTURE, TRAIN, EVALUATE = "generate", "capture", "train", "evaluate"
 """The stages of a run: their folders, and their names in the manifest."""
+DRAFTER, INITIAL = "drafter", "initial"
+"""Folders of the train stage: the drafter that came out, and the one that it began with."""
 
 Fingerprint = Mapping[str, str | int | float | bool | None]
 
@@ -151,8 +153,8 @@ class RunDir:
             manifest = self.manifest()
             if not self.stage(stage).exists() and stage not in manifest:
                 raise RunError(f"{self.path} has no {stage} data to set aside.")
-            earlier = len(list((self.path / "quarantine").glob(f"{stage}-*")))
-            aside = self.path / "quarantine" / f"{stage}-{earlier + 1}"
+            earlier = [int(path.name.rpartition("-")[2]) for path in (self.path / "quarantine").glob(f"{stage}-*")]
+            aside = self.path / "quarantine" / f"{stage}-{max(earlier, default=0) + 1}"
             aside.mkdir(parents=True)
             write_json(aside / "manifest.json", {stage: manifest.pop(stage, None)})
             for source in (self.stage(stage), self.path / "summaries" / f"{stage}.json"):

@@ -222,7 +222,9 @@ class StatesCache:
 def write_scores(path: Path, scores: list[dict[str, Any]]) -> None:
     """Writes a shard's scores, a row a sequence: SCORES_SCHEMA."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), path, write_page_checksum=True)
+    fresh = temporary(path)  # a report may read them at any moment
+    pq.write_table(pa.Table.from_pylist(scores, schema=SCORES_SCHEMA), fresh, write_page_checksum=True)
+    os.replace(fresh, path)
 
 
 def read_scores(path: Path) -> pa.Table:

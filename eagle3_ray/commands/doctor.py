@@ -9,8 +9,8 @@ import os
 from ray.exceptions import RayError
 
 from eagle3_ray import cluster, cluster_doctor, doctor
-from eagle3_ray.errors import say
-from eagle3_ray.runs import CAPTURE, GENERATE, TRAIN, RunDir, RunError
+from eagle3_ray.run_log import say
+from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError
 
 _NO_RAY = "Is Ray up at RAY_ADDRESS (`ray status` there), and is ~/.ray/auth_token here the cluster's?"
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run directory")
     parser.add_argument(
         "--quarantine",
-        choices=[GENERATE, CAPTURE, TRAIN],
+        choices=[GENERATE, CAPTURE, TRAIN, EVALUATE],
         help="move this stage's data to RUN/quarantine; deletes nothing",
     )
     parser.add_argument("--storage", metavar="DIR", help="a folder that all nodes have to share, e.g. that of run.dir")

@@ -2,8 +2,8 @@
 
 import argparse
 
-from eagle3_ray.errors import say
 from eagle3_ray.report import write_report
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import RunDir, RunError
 
 
@@ -13,7 +13,7 @@ def main() -> int:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     try:
         print(write_report(RunDir(parser.parse_args().run)))
-    except RunError as error:
+    except (RunError, OSError) as error:
         say(f"{type(error).__name__}: {error}")
         return 2
     return 0

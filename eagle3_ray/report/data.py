@@ -13,7 +13,7 @@ from eagle3_ray.audit import VARYING
 from eagle3_ray.ledger import Ledger, select
 from eagle3_ray.records import REJECTED, SEQUENCES
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import CAPTURE, GENERATE, RunDir
+from eagle3_ray.runs import CAPTURE, GENERATE, RunDir, RunError
 from eagle3_ray.target.files import TargetError, resolve
 
 _BINS = 24
@@ -78,7 +78,7 @@ def generated(run: RunDir) -> dict[str, Any] | None:
         "warnings": list(summary.get("warnings", [])),
         "stopped_by": summary.get("stopped_by"),
     }
-    with duckdb.connect(config=_MEMORY) as db:
+    with ledger.asked(f"A file in {ledger.rows}"), duckdb.connect(config=_MEMORY) as db:
         if sequences:
             found["lengths"] = _lengths(db, sequences)
             found["latency_s"] = _latency(db, sequences)
@@ -110,19 +110,26 @@ def captured(run: RunDir) -> dict[str, Any] | None:
     }
     files = sorted(str(path) for path in (run.stage(CAPTURE) / "scores").glob("*.parquet"))
     if files:
-        with duckdb.connect(config=_MEMORY) as db:
-            found["scores"] = {
-                "mean_difference": _histogram(db, files, "mean_difference", log=True),
-                "argmax_agreement": _histogram(db, files, "argmax_agreement"),
-            }
+        try:
+            with duckdb.connect(config=_MEMORY) as db:
+                found["scores"] = {
+                    "mean_difference": _histogram(db, files, "mean_difference", log=True),
+                    "argmax_agreement": _histogram(db, files, "argmax_agreement"),
+                }
+        except duckdb.Error as error:
+            raise RunError(
+                f"A file in {Path(files[0]).parent} is damaged ({str(error).splitlines()[0]}). Run jobs/capture.py "
+                "again: it captures the sequences of that file anew."
+            ) from None
     return found
 
 
 def state_of(run: RunDir, stage: str) -> str:
-    """What the last job made of a stage."""
+    """What the last job made of a stage; a summary that says complete may be of the job before a killed one."""
     if run.succeeded(stage):
         return "complete"
-    return str((run.summary(stage) or {}).get("status", "not complete"))
+    status = str((run.summary(stage) or {}).get("status", "not complete"))
+    return "not complete" if status == "complete" else status
 
 
 def _lengths(db: Any, files: list[str]) -> dict[str, Any]:

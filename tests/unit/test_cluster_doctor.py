@@ -170,4 +170,4 @@ def test_the_job_sets_aside_the_stages_that_have_data(
     monkeypatch.setattr(sys, "argv", ["eagle3-doctor", "--help"])
     with pytest.raises(SystemExit):
         main()
-    assert "{generate,capture,train}" in capsys.readouterr().out
+    assert "{generate,capture,train,evaluate}" in capsys.readouterr().out

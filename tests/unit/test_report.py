@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3_ray.acceptance.tally import Acceptance
+from eagle3_ray.file_hashes import folder_sha
 from eagle3_ray.records import SEQUENCE_SCHEMA
 from eagle3_ray.rendering import Renderer
 from eagle3_ray.report import collect, write_report
@@ -196,7 +197,7 @@ def _trained(run: RunDir) -> None:
 
 
 def _evaluated(run: RunDir) -> None:
-    def engine(lengths: dict[str, tuple[int, ...]], speed: tuple[float, float]) -> dict[str, Any]:
+    def engine(folder: Path, lengths: dict[str, tuple[int, ...]], speed: tuple[float, float]) -> dict[str, Any]:
         groups = {}
         for name, histogram in lengths.items():
             steps, drafts = sum(histogram), sum(n * count for n, count in enumerate(histogram))
@@ -208,10 +209,12 @@ def _evaluated(run: RunDir) -> None:
             "lossless": {"answers": 160, "equal": 160, "unexplained": 0, "mismatches": []},
             "diagnosis": [],
             "engine": about,
+            "folder_sha": folder_sha(folder),
             "answers": 160,
             "output_tokens": 20480,
         }
 
+    initial, drafter = (run.stage("train") / name for name in ("initial", "drafter"))
     about = {"version": "0.5.23", "dtype": "float32", "model": "/models/target"}
     before = {"all": (9900, 100), "gsm8k": (4950, 50), "mt_bench": (4950, 50)}
     after = {
@@ -234,11 +237,12 @@ def _evaluated(run: RunDir) -> None:
             },
             "engines": {
                 "none": {"speed": {"1": 20.0, "8": 100.0}, "engine": about, "answers": 160, "output_tokens": 20480},
-                str(run.stage("train") / "initial"): engine(before, (18.0, 90.0)),
-                str(run.stage("train") / "drafter"): engine(after, (31.0, 131.0)),
+                str(initial): engine(initial, before, (18.0, 90.0)),
+                str(drafter): engine(drafter, after, (31.0, 131.0)),
             },
         },
     )
+    run.succeed("evaluate", "plan")
 
 
 @pytest.fixture(scope="module")
@@ -435,6 +439,35 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
     assert (
         "This stage has not come to its end. Its command goes on from here: python jobs/generate.py p.yaml" in page.text
     )
+
+
+def test_a_stage_that_was_killed_behind_an_earlier_end_is_not_complete(tmp_path: Path, target_folder: Path) -> None:
+    run = _generated(tmp_path / "run", target_folder)
+    assert collect(run)["generate"]["status"] == "complete"
+    run.claim("generate", run.manifest()["generate"]["fingerprint"], {})  # a larger limit; then kill -9
+    found = collect(run)
+    assert found["generate"]["status"] == "not complete"
+    assert "jobs/generate.py" in found["next"]["generate"]
+
+
+def test_what_an_earlier_drafter_was_worth_is_not_told_of_the_one_in_its_place(full: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(full.path, tmp_path / "run", symlinks=True)
+    run = RunDir(tmp_path / "run")
+    summary = json.dumps(run.summary("evaluate")).replace(str(full.path), str(run.path))
+    run.write_summary("evaluate", json.loads(summary))
+    assert collect(run)["headline"]["acceptance_after"] == 1.9
+    (run.stage("train") / "drafter" / "model.safetensors").write_bytes(b"trained anew")
+    found = collect(run)
+    assert found["headline"]["acceptance_after"] is None
+    assert [drafter["role"] for drafter in found["evaluate"]["drafters"]] == ["none", "earlier", "fresh"]
+
+
+def test_a_damaged_file_of_scores_is_named(full: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(full.path, tmp_path / "run", symlinks=True)
+    [scores] = (tmp_path / "run" / "capture" / "scores").glob("*.parquet")
+    scores.write_bytes(scores.read_bytes()[:-20])
+    with pytest.raises(RunError, match=r"capture/scores is damaged .*Run jobs/capture\.py again"):
+        write_report(RunDir(tmp_path / "run"))
 
 
 def test_a_target_that_is_not_here_leaves_rejections_without_text(tmp_path: Path, target_folder: Path) -> None:

@@ -229,3 +229,7 @@ def test_a_stage_can_be_set_aside_again_and_again(tmp_path: Path) -> None:
         run.claim("generate", FINGERPRINT, {})
         places.add(run.quarantine("generate"))
     assert len(places) == 3
+    (tmp_path / "quarantine" / "generate-1" / "manifest.json").unlink()
+    (tmp_path / "quarantine" / "generate-1").rmdir()  # for room
+    run.claim("generate", FINGERPRINT, {})
+    assert run.quarantine("generate").name == "generate-4"

@@ -27,7 +27,8 @@ from eagle3_ray.capture_plan import Plan, Shard
 from eagle3_ray.capturer import CaptureSettings, ShardCapturer
 from eagle3_ray.config import Capture, Config, ConfigError
 from eagle3_ray.corpus import Corpus
-from eagle3_ray.errors import ENDS, explain, root_cause, say
+from eagle3_ray.errors import ENDS, explain, root_cause
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import CAPTURE, GENERATE, RunDir, RunError, WriterLock, command
 from eagle3_ray.stages import carried_out
 from eagle3_ray.states_cache import about, read_scores

@@ -14,8 +14,9 @@ import ray
 import yaml
 
 from eagle3_ray.config import Config, keys, load, presets
-from eagle3_ray.errors import explain, say
+from eagle3_ray.errors import explain
 from eagle3_ray.mirror import mirrored, to_fetch
+from eagle3_ray.run_log import say
 from eagle3_ray.stages import SETUP_ERRORS, sentence
 
 _CODES = {"complete": 0, "refused": 2}

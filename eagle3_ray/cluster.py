@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_ray.background import repeated
 from eagle3_ray.config import ConfigError
-from eagle3_ray.errors import say
+from eagle3_ray.run_log import say
 
 _LOOK_EVERY_S = 10.0
 

@@ -269,7 +269,9 @@ class Evaluate(Section):
     limit: int | None = Field(None, ge=1, description="most questions of a file")
     max_new_tokens: int = Field(512, ge=1, description="longest answer, in tokens")
     steps: int = Field(5, ge=1, description="drafted tokens of a verify step, in a chain")
-    concurrencies: list[int] = Field([1, 8], min_length=1, description="requests in flight to measure speed with")
+    concurrencies: list[Annotated[int, Field(ge=1)]] = Field(
+        [1, 8], min_length=1, description="requests in flight to measure speed with"
+    )
     speed_prompts: int = Field(32, ge=1, description="questions of each measurement of speed")
     gpus: int = Field(0, ge=0, description="GPUs of the engine (tensor parallelism); 0 is a CPU")
     endpoints: Names = Field(

@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from eagle3_ray import cluster
 from eagle3_ray.background import repeated
 from eagle3_ray.config import Config, Generate
-from eagle3_ray.errors import explain, root_cause, say
+from eagle3_ray.errors import explain, root_cause
+from eagle3_ray.run_log import say
 from eagle3_ray.servers import ManagedServer
 from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.target.files import TargetFiles

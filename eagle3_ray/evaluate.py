@@ -9,16 +9,16 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from eagle3_ray import cluster
-from eagle3_ray.acceptance.diagnosis import examine
-from eagle3_ray.acceptance.engine import EngineFailed, Measured, answer_conversations, engine_info, measure
+from eagle3_ray.acceptance.diagnosis import OF_THE_ENGINE, examine
+from eagle3_ray.acceptance.engine import EngineFailed, EngineInfo, Measured, answer_conversations, engine_info, measure
 from eagle3_ray.acceptance.kept import Kept, answers_of
 from eagle3_ray.acceptance.lossless import compare
 from eagle3_ray.acceptance.questions import Question, load_questions
@@ -26,10 +26,11 @@ from eagle3_ray.acceptance.serving import Serving
 from eagle3_ray.acceptance.table import by_group, table
 from eagle3_ray.acceptance.tally import EVERYTHING, PLAIN, VALIDATION_STEPS
 from eagle3_ray.config import Config, ConfigError, Evaluate, Target
-from eagle3_ray.drafter.checkpoints import folder_sha
-from eagle3_ray.errors import ENDS, explain, root_cause, say
+from eagle3_ray.errors import ENDS, explain, root_cause
+from eagle3_ray.file_hashes import folder_sha
 from eagle3_ray.rendering import Renderer
-from eagle3_ray.runs import EVALUATE, SUCCESS, TRAIN, RunDir, WriterLock
+from eagle3_ray.run_log import say
+from eagle3_ray.runs import DRAFTER, EVALUATE, INITIAL, SUCCESS, TRAIN, RunDir, WriterLock
 from eagle3_ray.sglang.processes import ServerFailed
 from eagle3_ray.sglang.protocol import Sampling
 from eagle3_ray.stages import carried_out
@@ -58,7 +59,7 @@ def run(config: Config) -> dict[str, Any]:
     run_dir = RunDir(config.run.dir)
     settings = settings_of(config)
     with WriterLock(run_dir):
-        questions = load_questions(settings.section.prompts, settings.section.limit)
+        questions = questions_of(settings.section)
         key = _key(settings, settings.section.drafters, resolve(settings.target.model), questions)
         if run_dir.succeeded_with(EVALUATE, key) and (known := run_dir.summary(EVALUATE)) is not None:
             say(f"{run_dir.path} is evaluated; nothing to do")
@@ -70,7 +71,8 @@ def run(config: Config) -> dict[str, Any]:
         (run_dir.stage(EVALUATE) / SUCCESS).unlink(missing_ok=True)
         summary = evaluate(settings, Kept(run_dir.stage(EVALUATE) / "measured"))
         run_dir.write_summary(EVALUATE, summary)
-        if summary["status"] == "complete":
+        in_doubt = any(_is_in_doubt(settings, name, engine) for name, engine in summary["engines"].items())
+        if summary["status"] == "complete" and not in_doubt:
             run_dir.succeed(EVALUATE, key)
         return summary
 
@@ -79,7 +81,7 @@ def dry_run(config: Config) -> str:
     """What would be measured, for people; starts nothing."""
     settings = settings_of(config)
     section, running = settings.section, dict(settings.endpoints)
-    questions = load_questions(section.prompts, section.limit)
+    questions = questions_of(section)
     turns = sum(question.turns for question in questions)
     engines = [f"{name} ({running.get(name, 'started here')})" for name in (PLAIN, *section.drafters)]
     return (
@@ -88,21 +90,31 @@ def dry_run(config: Config) -> str:
     )
 
 
+def questions_of(section: Evaluate) -> list[Question]:
+    """What the section asks for.
+
+    Raises:
+        ConfigError: nothing.
+        PromptSourceError: see `load_questions`.
+    """
+    if not section.prompts:
+        raise ConfigError("evaluate.prompts names no questions. Set evaluate.prompts=FILE[,FILE].")
+    return load_questions(section.prompts, section.limit)
+
+
 def settings_of(config: Config) -> EvaluateSettings:
     """The settings of the `evaluate` section. Without drafters these are the run's own, as it began and as it ended.
 
     Raises:
-        ConfigError: no questions, no drafter to measure, or an endpoint of none of them.
+        ConfigError: no drafter to measure, or an endpoint of none of them.
     """
     section, run_dir = config.evaluate, RunDir(config.run.dir)
-    trained, fresh = run_dir.stage(TRAIN) / "drafter", run_dir.stage(TRAIN) / "initial"
+    trained, fresh = run_dir.stage(TRAIN) / DRAFTER, run_dir.stage(TRAIN) / INITIAL
     drafters = section.drafters or [str(folder) for folder in (fresh, trained) if folder.is_dir()]
-    if not drafters:
+    if not section.drafters and not trained.is_dir():
         raise ConfigError(
-            f"{run_dir.path} has no drafter to evaluate. Train one, or set evaluate.drafters=FOLDER[,...]."
+            f"{run_dir.path} has no drafter to evaluate. Train one to the end, or set evaluate.drafters=FOLDER[,...]."
         )
-    if not section.prompts:
-        raise ConfigError("evaluate.prompts names no questions. Set evaluate.prompts=FILE[,FILE].")
     endpoints = tuple((name, url) for name, _, url in (word.rpartition("=") for word in section.endpoints))
     for name, url in endpoints:
         if name not in (PLAIN, *drafters):
@@ -148,6 +160,8 @@ def evaluate(settings: EvaluateSettings, kept: Kept) -> dict[str, Any]:
             measure_it = partial(_measure_drafter, work, drafter, plain, clock)
             measured = kept.get(drafter, _key(settings, (drafter,), *of), measure_it)
             engines[drafter] = measured["result"]
+            if _is_in_doubt(settings, drafter, measured["result"]):
+                kept.forget(_key(settings, (drafter,), *of))
             warnings += [f"{drafter}: {warning}" for warning in measured["warnings"]]
             say(table(engines))
     except (EngineFailed, ServerFailed, *ENDS) as end:
@@ -230,7 +244,7 @@ def _prepare(settings: EvaluateSettings) -> _Work:
     return _Work(
         settings,
         target,
-        load_questions(section.prompts, section.limit),
+        questions_of(section),
         Renderer(target.folder, trust_remote_code=named.trust_remote_code, boundary_ids=settings.boundary_ids),
         Sampling(section.max_new_tokens, 0.0, 1.0, False, target.vocab_size, frozenset(stops)),
         Serving(target.for_sglang(), section.steps, named.launch, section.gpus, settings.endpoints, args),
@@ -264,9 +278,15 @@ def _key(
     return digest.hexdigest()[:16]
 
 
+def _is_in_doubt(settings: EvaluateSettings, drafter: str, result: Mapping[str, Any]) -> bool:
+    """Whether an engine that runs already was started wrongly: it will be started anew there, and asked again."""
+    causes = {finding["cause"] for finding in result.get("diagnosis", [])}
+    return drafter in dict(settings.endpoints) and not causes.isdisjoint(OF_THE_ENGINE)
+
+
 def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
     with clock.engine(work.serving, PLAIN) as url:
-        info = engine_info(url, work.settings.api_key)
+        info = _info(work, url)
         if info.algorithm is not None:
             raise EngineFailed(f"{url} was named as the engine without a drafter, but it runs {info.algorithm}.")
         say(f"plain engine: {len(work.questions)} questions")
@@ -278,12 +298,24 @@ def _measure_plain(work: _Work, clock: _Clock) -> dict[str, Any]:
         return {"engine": asdict(info), "speed": speed, "answers": asdict(answers)}
 
 
+def _info(work: _Work, url: str) -> EngineInfo:
+    """What the engine says of itself. Raises EngineFailed: it serves another model than the target."""
+    info, named = engine_info(url, work.settings.api_key), work.settings.target
+    wanted = {named.served_as} if named.served_as else {named.model, work.serving.target}
+    if PurePath(info.model).name not in {PurePath(name).name for name in wanted}:
+        raise EngineFailed(
+            f"{url} serves {info.model!r}, not {named.served_as or named.model!r}. Start it with the target, or set "
+            f"target.served_as={info.model} if these are the target's weights under another name."
+        )
+    return info
+
+
 def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) -> dict[str, Any]:
     """The drafter's `result`, and `warnings` about it."""
     settings = work.settings
     say(f"{drafter}: {len(plain.answers.served)} prompts")
     with clock.engine(work.serving, drafter) as url:
-        info = engine_info(url, settings.api_key)
+        info = _info(work, url)
         prompts = [one.prompt for one in plain.answers.served]
         with clock.busy():
             answers = measure(url, prompts, work.sampling, work.concurrency, settings.api_key)
@@ -307,6 +339,7 @@ def _measure_drafter(work: _Work, drafter: str, plain: _Plain, clock: _Clock) ->
         "lossless": lossless.as_json(),
         "diagnosis": [asdict(finding) for finding in findings],
         "engine": asdict(info),
+        "folder_sha": folder_sha(Path(drafter)) if Path(drafter).is_dir() else None,
         **_shape(answers),
     }
     warnings = [str(finding) for finding in findings]

@@ -20,13 +20,14 @@ from eagle3_ray.audit import AuditRules
 from eagle3_ray.commits import LIGHT, SequenceSink, read_units
 from eagle3_ray.config import Config, ConfigError
 from eagle3_ray.crew import Crew, kept_up, servers_to_start, serving
-from eagle3_ray.errors import ENDS, explain, root_cause, say
+from eagle3_ray.errors import ENDS, explain, root_cause
 from eagle3_ray.generator import Generator, GeneratorSettings
 from eagle3_ray.ledger import Ledger
 from eagle3_ray.plan import Plan, PlanSettings, TargetTokens
 from eagle3_ray.plan_units import ROWS_PER_GROUP
 from eagle3_ray.prompts import find
 from eagle3_ray.registry import Registry
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import GENERATE, FingerprintMismatch, RunDir, RunError, WriterLock, command
 from eagle3_ray.sglang.checkup import check_up
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, logprob_difference, same_model

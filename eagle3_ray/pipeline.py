@@ -10,8 +10,9 @@ from typing import Any
 
 from eagle3_ray import capture, evaluate, generate, train
 from eagle3_ray.config import Config
-from eagle3_ray.errors import explain, say
+from eagle3_ray.errors import explain
 from eagle3_ray.report import write_report
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import CAPTURE, EVALUATE, GENERATE, TRAIN, RunDir, RunError
 from eagle3_ray.stages import Stage
 
@@ -26,6 +27,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     started = time.monotonic()
     run_dir = RunDir(config.run.dir)
+    evaluate.questions_of(config.evaluate)  # a missing file would show behind days of training
     say(dry_run(config))
     summaries: dict[str, dict[str, Any]] = {}
     for name, stage in _stages(config):
@@ -48,6 +50,7 @@ def run(config: Config) -> dict[str, Any]:
         "warnings": warnings,
         "stages": {name: {key: s[key] for key in _KEPT if key in s} for name, s in summaries.items()},
         "acceptance_length": last.get("acceptance_length") if complete else None,
+        "best_drafter": last.get("best_drafter") if complete else None,
         "drafter_dir": summaries.get(TRAIN, {}).get("drafter_dir"),
         "launch": summaries.get(TRAIN, {}).get("launch"),
         "report": report,

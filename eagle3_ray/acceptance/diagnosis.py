@@ -21,11 +21,15 @@ from eagle3_ray.acceptance.replay import replay
 from eagle3_ray.drafter.checkpoints import CheckpointError, load_drafter
 from eagle3_ray.drafter.config import DrafterConfigError
 from eagle3_ray.drafter.model import Eagle3Drafter
+from eagle3_ray.file_hashes import folder_sha
 from eagle3_ray.model_config import text_config
 from eagle3_ray.target.files import TargetError, TargetFiles
 from eagle3_ray.target.parts import load_parts
 from eagle3_ray.target.protocol import CaptureError, TokenSequence
 from eagle3_ray.target.transformers_backend import TransformersTarget
+
+OF_THE_ENGINE = ("algorithm", "other drafter", "other chain", "serving")
+"""Causes that lie in how a server was started."""
 
 FAR_BELOW = 0.8
 """A served acceptance length under this share of the expected one is diagnosed."""
@@ -80,7 +84,7 @@ def check_engine(info: EngineInfo, drafter: Path, steps: int) -> list[Finding]:
             )
         return [Finding("algorithm", said, "Start it with --speculative-algorithm EAGLE3.")]
     findings = []
-    if info.draft_model is not None and Path(info.draft_model).name != drafter.name:
+    if info.draft_model is not None and _is_another(Path(info.draft_model), drafter):
         findings.append(
             Finding("other drafter", f"The server serves {info.draft_model}, not {drafter}.", "Serve this one.")
         )
@@ -93,6 +97,13 @@ def check_engine(info: EngineInfo, drafter: Path, steps: int) -> list[Finding]:
             )
         )
     return findings
+
+
+def _is_another(served: Path, drafter: Path) -> bool:
+    """Told by the files where both folders are here, for most drafters are called `drafter`; else by the name."""
+    if served.is_dir() and drafter.is_dir():
+        return folder_sha(served) != folder_sha(drafter)
+    return served.name != drafter.name
 
 
 def diagnose_folder(

@@ -16,8 +16,9 @@ import aiohttp
 
 from eagle3_ray.acceptance.questions import EvalPrompt, Question, turn_prompts
 from eagle3_ray.acceptance.tally import Acceptance
-from eagle3_ray.errors import say
+from eagle3_ray.prompts import PromptSourceError
 from eagle3_ray.rendering import Renderer
+from eagle3_ray.run_log import say
 from eagle3_ray.sglang.protocol import (
     Refused,
     RequestFailed,
@@ -109,7 +110,13 @@ def measure(
 
     Raises:
         EngineFailed: a request is refused, or fails several times over.
+        PromptSourceError: a prompt has an id outside the vocabulary, which would kill the server (sglang 0.5.23).
     """
+    for prompt in prompts:
+        if wrong := [token for token in prompt.prompt_ids if not 0 <= token < sampling.vocab_size]:
+            raise PromptSourceError(
+                f"{prompt.name}: token id {wrong[0]} is outside the vocabulary of {sampling.vocab_size}."
+            )
     return asyncio.run(_measure(url, prompts, sampling, concurrency, api_key))
 
 
@@ -127,7 +134,7 @@ def answer_conversations(
 
     Raises:
         EngineFailed: see `measure`.
-        PromptSourceError: the chat template refuses a row.
+        PromptSourceError: the chat template refuses a row; see `measure`.
     """
     answers: dict[str, Sequence[int]] = {}
     served: list[Served] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3_ray.acceptance.engine import Measured, Served
 from eagle3_ray.acceptance.questions import EvalPrompt
-from eagle3_ray.errors import say
+from eagle3_ray.run_log import say
 from eagle3_ray.runs import read_json, write_json
 
 
@@ -25,6 +25,10 @@ class Kept:
         else:
             write_json(path, measure())
         return read_json(path, "Remove it; the next job measures that engine again.")
+
+    def forget(self, key: str) -> None:
+        """Leaves it to the next job to measure that again."""
+        (self.folder / f"{key}.json").unlink(missing_ok=True)
 
 
 def answers_of(stored: Mapping[str, Any]) -> Measured:

@@ -48,12 +48,13 @@ def load_questions(paths: Sequence[str], limit: int | None = None) -> list[Quest
     """The questions of files, folders or globs, at most the first `limit` rows of each file.
 
     Raises:
-        PromptSourceError: nothing there, a row that cannot be used, or two rows of one dataset with one id.
+        PromptSourceError: nothing there, an empty file, a row that cannot be used, two rows of a dataset with one id.
     """
     questions: dict[tuple[str, str], Question] = {}
     for source in (source for path in paths for source in find(path)):
         if source.partition in (EVERYTHING, WITHOUT_LOOPS):
             raise PromptSourceError(f"{source.path}: {source.partition} is the name of a total. Give it another name.")
+        before = len(questions)
         for line, raw in read(source):
             if limit is not None and line > limit:
                 break
@@ -67,6 +68,8 @@ def load_questions(paths: Sequence[str], limit: int | None = None) -> list[Quest
             if key in questions:
                 raise PromptSourceError(f"{source.path}, line {line}: the id {key[1]} stands in {key[0]} twice.")
             questions[key] = question
+        if len(questions) == before:
+            raise PromptSourceError(f"{source.path} holds no rows. Get it again, or leave it out.")
     return list(questions.values())
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from eagle3_ray.errors import say
+from eagle3_ray.run_log import say
 from eagle3_ray.sglang.probe import ProbeMaterial, ServerFacts, Unfit, compare, probe
 from eagle3_ray.sglang.protocol import Sampling, Transient
 from eagle3_ray.sglang.transport import open_session

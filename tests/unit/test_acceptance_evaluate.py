@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from eagle3_ray import evaluate as stage
+from eagle3_ray import pipeline
 from eagle3_ray.acceptance import engine
 from eagle3_ray.acceptance.kept import Kept
 from eagle3_ray.acceptance.serving import Serving
@@ -62,7 +64,7 @@ def settings(
         endpoints=[f"none={plain.url}", f"/runs/drafter={drafted.url}"],
     )
     endpoints = (("none", plain.url), ("/runs/drafter", drafted.url))
-    return EvaluateSettings(section, Target(model=str(target)), endpoints=endpoints)
+    return EvaluateSettings(section, Target(model=str(target), served_as="fake/model"), endpoints=endpoints)
 
 
 @pytest.fixture
@@ -184,6 +186,61 @@ def test_a_damaged_measurement_is_named_with_what_to_do(tmp_path: Path, damage: 
         Kept(tmp_path).get("none", "k", pytest.fail)
 
 
+def test_an_engine_of_another_model_is_refused_whatever_it_would_answer(settings: EvaluateSettings, kept: Kept) -> None:
+    other = replace(settings, target=settings.target.model_copy(update={"served_as": "/models/previous-tune"}))
+    summary = evaluate(other, kept)
+    assert summary["status"] == "stopped"
+    assert "serves 'fake/model', not '/models/previous-tune'" in summary["stopped_by"]
+    assert summary["engines"] == {}
+
+
+def test_an_engine_that_was_started_wrongly_is_measured_again_when_it_is_right(
+    config: Config, drafted: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted.set(server_info={**SPECULATION, "speculative_algorithm": "EAGLE"})
+    try:
+        wrong = run(config)
+    finally:
+        drafted.set(server_info=SPECULATION)
+    assert [finding["cause"] for finding in wrong["engines"]["/runs/drafter"]["diagnosis"]] == ["algorithm"]
+    right = run(config)
+    assert right["engines"]["/runs/drafter"]["diagnosis"] == []
+    monkeypatch.setattr(stage, "evaluate", pytest.fail)
+    assert run(config)["engines"] == right["engines"]
+
+
+def test_an_id_outside_the_vocabulary_reaches_no_engine(
+    settings: EvaluateSettings, kept: Kept, plain: FakeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "gsm.jsonl").write_text(json.dumps({"id": "x", "input_ids": [1, VOCAB_SIZE]}) + "\n")
+    before = len(plain.requests())
+    with pytest.raises(PromptSourceError, match=f"gsm/x: token id {VOCAB_SIZE} is outside the vocabulary"):
+        evaluate(settings, kept)
+    assert len(plain.requests()) == before
+
+
+def test_a_question_file_without_rows_is_refused_before_any_engine_starts(
+    settings: EvaluateSettings, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "engine_info", pytest.fail)
+    (tmp_path / "gsm.jsonl").write_text("")
+    with pytest.raises(PromptSourceError, match=r"gsm\.jsonl holds no rows"):
+        evaluate(settings, kept)
+
+
+def test_a_pipeline_reads_its_questions_before_it_spends_days_on_a_drafter(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "gsm.jsonl").unlink()
+    with pytest.raises(PromptSourceError, match=r"gsm\.jsonl does not exist"):
+        pipeline.run(config)
+    assert not (tmp_path / "run" / "generate").exists()
+
+
+@pytest.mark.parametrize("concurrencies", [[0], [1, 0], [-1], []])
+def test_no_request_in_flight_measures_nothing(concurrencies: list[int]) -> None:
+    with pytest.raises(ValidationError, match="concurrencies"):
+        Evaluate.model_validate({"concurrencies": concurrencies})
+
+
 def test_a_plain_engine_that_speculates_is_refused(settings: EvaluateSettings, kept: Kept, drafted: FakeServer) -> None:
     summary = evaluate(replace(settings, endpoints=(("none", drafted.url),)), kept)
     assert summary["status"] == "stopped"
@@ -204,7 +261,7 @@ def config(settings: EvaluateSettings, tmp_path: Path) -> Config:
     return Config.model_validate(
         {
             "run": {"dir": str(tmp_path / "run")},
-            "target": {"model": settings.target.model},
+            "target": settings.target.model_dump(),
             "prompts": {"path": "unused"},
             "evaluate": settings.section.model_dump(),
         }
@@ -227,21 +284,24 @@ def test_the_runs_own_drafters_are_measured_where_none_is_named(config: Config) 
     with pytest.raises(ConfigError, match="has no drafter to evaluate"):
         settings_of(with_evaluate(config, drafters=[]))
     stage = RunDir(config.run.dir).stage("train")
-    for name in ("initial", "drafter"):
-        (stage / name).mkdir(parents=True)
+    (stage / "initial").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has no drafter to evaluate"):
+        settings_of(with_evaluate(config, drafters=[], endpoints=[]))
+    (stage / "drafter").mkdir()
     RunDir(config.run.dir).write_summary("train", {"chain_acceptance_length": 1.9})
     found = settings_of(with_evaluate(config, drafters=[], endpoints=[]))
     assert found.section.drafters == [str(stage / "initial"), str(stage / "drafter")]
     at_least = 1.0 + 0.9 * 3 / 5  # 1.9 was measured with chains of 5, here are chains of 3
     assert found.expected == ((str(stage / "initial"), 1.0), (str(stage / "drafter"), pytest.approx(at_least)))
     with pytest.raises(ConfigError, match=r"evaluate\.prompts names no questions"):
-        settings_of(with_evaluate(config, prompts=[]))
+        dry_run(with_evaluate(config, prompts=[]))
 
 
 def test_what_a_warm_start_began_from_is_expected_to_draft(config: Config) -> None:
     """At exactly 1.0 it is diagnosed, as a drafter that has learned nothing yet is not."""
     run_dir = RunDir(config.run.dir)
-    (run_dir.stage("train") / "initial").mkdir(parents=True)
+    for name in ("initial", "drafter"):
+        (run_dir.stage("train") / name).mkdir(parents=True)
     run_dir.claim("train", {"train.drafter": "0123456789abcdef"}, {})
     assert settings_of(with_evaluate(config, drafters=[], endpoints=[])).expected == ()
 

@@ -72,6 +72,10 @@ class Nodes:
         free, all_ = self._ask("gpus", None)
         return free, all_
 
+    def metrics_ports(self) -> list[int]:
+        """Where Prometheus finds the metrics of each node."""
+        return list(self._ask("metrics", None))
+
     def wait_for_free_gpus(self, within_s: float = 60) -> None:
         """Returns when nobody holds a GPU."""
         deadline = time.monotonic() + within_s
@@ -142,6 +146,8 @@ def main() -> None:
         elif what == "actors":
             found = ray._private.state.actors().values()
             answer([a["Pid"] for a in found if a["ActorClassName"] == about and a["State"] == "ALIVE"])
+        elif what == "metrics":
+            answer([node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]])
         else:
             answer([resources().get("GPU", 0.0) for resources in (ray.available_resources, ray.cluster_resources)])
     ray.shutdown()

@@ -1,5 +1,6 @@
 """A real target in miniature: a Llama of 8 layers with random weights, and sequences that it wrote itself."""
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle3_ray.prompts import Prompt
+from eagle3_ray.rendering import Renderer
 from eagle3_ray.target.files import resolve
 from tests.runs import make_run, sequence
-from tests.tiny_target import IM_END, VOCAB_SIZE, make_tiny_target
+from tests.tiny_target import END_OF_TEXT, IM_END, VOCAB_SIZE, make_tiny_target
 
 HIDDEN = 32
 
@@ -67,3 +70,16 @@ def make_tiny_run(path: Path, folder: Path, rows: list[dict[str, Any]]) -> Path:
     """A complete generate stage of these rows, made with that model."""
     make_run(path, rows, {"generate.temperature": 0.0, **resolve(str(folder)).fingerprint()})
     return path
+
+
+def answer_all(folder: Path, questions: list[Path], tokens: int, answers: Path) -> None:
+    """Writes what the model answers to all these questions, as `fake_model.real_answers` reads it."""
+    model, renderer = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), Renderer(folder)
+    with answers.open("w") as file:
+        for line in (line for path in questions for line in path.read_text().splitlines()):
+            prompt_ids = renderer.prompt_ids(Prompt("", None, [json.loads(line)["messages"]], None, {}))
+            output, logprobs = answer(model, prompt_ids, tokens, stops=(IM_END, END_OF_TEXT))
+            last, length = output[-1], len(output)
+            stopped = last in (IM_END, END_OF_TEXT)
+            finish = {"type": "stop", "matched": last} if stopped else {"type": "length", "length": length}
+            file.write(json.dumps([prompt_ids, output, logprobs, finish]) + "\n")

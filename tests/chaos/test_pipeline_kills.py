@@ -13,21 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
 from eagle3_ray import doctor
 from eagle3_ray.drafter.export import validate
-from eagle3_ray.prompts import Prompt
-from eagle3_ray.rendering import Renderer
 from eagle3_ray.runs import RunDir
 from tests.forks import Job
 from tests.jobs import kill_one_of, left_by_killed_writers, processes_of, rows, wait_until, write_prompts
 from tests.nodes import Nodes, launch, servers_of
 from tests.ray.test_capture_job import assert_states_are_the_models
 from tests.ray.test_train_job import curve
-from tests.tiny_target import END_OF_TEXT, IM_END
-from tests.writing_model import answer
+from tests.writing_model import answer_all
 
 ROUNDS = int(os.environ.get("EAGLE3_RAY_KILLS", "8"))
 KILLS_OF_A_RUN = 8
@@ -44,7 +39,7 @@ def test_no_kill_of_a_pipeline_loses_or_doubles_anything(model: Path, tmp_path: 
     prompts = write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
     questions = write_prompts(tmp_path / "questions.jsonl", QUESTIONS, start=1000)
     answers = tmp_path / "answers.jsonl"
-    answer_all(model, [prompts, questions], answers)
+    answer_all(model, [prompts, questions], ANSWER, answers)
     for first in range(0, ROUNDS, KILLS_OF_A_RUN):
         run, folder = tmp_path / f"run{first}", tmp_path / f"servers{first}"
         command = launch(folder, model, answers=str(answers), base_latency_s=0.3, max_running=4)
@@ -132,16 +127,3 @@ def wait_for_files(job: Job, run: Path, count: int) -> bool:
 
 def files(run: Path) -> int:
     return sum(1 for _ in run.rglob("*"))
-
-
-def answer_all(folder: Path, questions: list[Path], answers: Path) -> None:
-    """Writes what the model answers to all these questions, as `fake_model.real_answers` reads it."""
-    model, renderer = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), Renderer(folder)
-    with answers.open("w") as file:
-        for line in (line for path in questions for line in path.read_text().splitlines()):
-            prompt_ids = renderer.prompt_ids(Prompt("", None, [json.loads(line)["messages"]], None, {}))
-            output, logprobs = answer(model, prompt_ids, ANSWER, stops=(IM_END, END_OF_TEXT))
-            last, length = output[-1], len(output)
-            stopped = last in (IM_END, END_OF_TEXT)
-            finish = {"type": "stop", "matched": last} if stopped else {"type": "length", "length": length}
-            file.write(json.dumps([prompt_ids, output, logprobs, finish]) + "\n")

@@ -21,7 +21,7 @@ from tests.ray.test_train_job import curve, words
 from tests.unit.test_deploy import expressions
 from tests.writing_model import answer_all
 
-PROMPTS, ANSWER = 240, 24
+PROMPTS, ANSWER = 160, 24
 
 
 def test_every_panel_has_data_while_the_stages_run(
@@ -44,6 +44,7 @@ def test_every_panel_has_data_while_the_stages_run(
             "capture.shard_tokens=200",
             "capture.batch_tokens=64",
             "train.feed=cache",
+            "train.epochs=3",
         ]
         for stage in ("generate", "capture", "train"):
             result = nodes.jobs.run(*settings, job=stage)

@@ -15,13 +15,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
+from eagle3_ray import __version__
 from eagle3_ray.sglang.processes import clean_environment
 from eagle3_ray.sglang.protocol import RequestFailed
 from eagle3_ray.sglang.transport import ask
@@ -189,7 +189,7 @@ def source_code() -> str:
     digest, package = hashlib.sha256(), Path(__file__).parent
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
-    return f"{metadata.version('eagle3_ray')}+{digest.hexdigest()[:8]}"
+    return f"{__version__}+{digest.hexdigest()[:8]}"
 
 
 def reads(path: Path, text: str) -> bool:

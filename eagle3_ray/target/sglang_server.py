@@ -1,10 +1,10 @@
 """How a capturing SGLang server is started: its arguments, and the plugin where it can see it."""
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from eagle3_ray import __version__
 from eagle3_ray.model_config import keeps_ids, served_ids
 from eagle3_ray.sglang import capture_plugin
 
@@ -36,11 +36,9 @@ def plugin_environment(folder: Path, shared_memory: Path, most_bytes: int) -> di
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((package / name).read_bytes())
     # of a name of its own: a stale eagle3_ray.egg-info in the working directory would hide one of the same name
-    metadata = folder / f"eagle3_ray_capture-{version('eagle3_ray')}.dist-info"
+    metadata = folder / f"eagle3_ray_capture-{__version__}.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: eagle3_ray_capture\nVersion: {version('eagle3_ray')}\n"
-    )
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eagle3_ray_capture\nVersion: {__version__}\n")
     (metadata / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\neagle3_capture = eagle3_ray.sglang.capture_plugin:register\n"
     )

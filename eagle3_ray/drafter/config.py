@@ -116,7 +116,11 @@ class DrafterConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """config.json as SGLang 0.5.23 and vLLM read it, for transformers 4 (rope_scaling) and 5 (rope_parameters)."""
+        """config.json as SGLang 0.5.23 and vLLM read it, for transformers 4 (rope_scaling) and 5 (rope_parameters).
+
+        SGLang takes the layers' ids from `eagle_config`. vLLM looks at the top first, and its ids are indices of
+        `hidden_states` (vllm: v1/worker/gpu_model_runner.py, _get_eagle3_aux_layers_from_config).
+        """
         rope = dict(self.rope)
         scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
         config: dict[str, Any] = {
@@ -138,6 +142,7 @@ class DrafterConfig:
             "vocab_size": self.vocab_size,
             "draft_vocab_size": self.draft_vocab_size,
             "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": served_ids(self.aux_layers, self.keeps_ids),
                 "use_aux_hidden_state": True,
@@ -184,8 +189,8 @@ class DrafterConfig:
         }.items():
             if value:
                 raise DrafterConfigError(f"{field} {config.get(field)!r} of the drafter's config is not trained here.")
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-        layers = indices_of(ids, base.keeps_ids) if ids else base.aux_layers
+        ids, indices = (place.get("eagle_aux_hidden_state_layer_ids") for place in (eagle, config))
+        layers = indices_of(ids, base.keeps_ids) if ids else tuple(sorted(indices or base.aux_layers))
         sizes = _mla_sizes(config, missing_q_rank=None) if mla else None
         has_rope = config.get("rope_parameters") or config.get("rope_theta")
         return cls(

@@ -250,8 +250,11 @@ def test_a_drafter_of_another_vocabulary_size_is_not_initialised() -> None:
         initialise(drafter, other, torch.ones(40, 16), torch.ones(16), torch.ones(5, 48), torch.Generator())
 
 
-def test_a_config_with_other_layers_names_them_to_sglang_one_lower() -> None:
+def test_a_config_with_other_layers_names_them_to_sglang_one_lower_and_to_vllm_as_they_are() -> None:
     config = DrafterConfig.from_target(LLAMA_TARGET, aux_layers=(1, 4, 9), draft_vocab_size=10)
     assert config.to_json()["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 8]
+    assert config.to_json()["eagle_aux_hidden_state_layer_ids"] == [1, 4, 9]
     assert DrafterConfig.from_json(config.to_json(), LLAMA_TARGET) == config
+    of_vllm = config.to_json() | {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [9, 1, 4]}
+    assert DrafterConfig.from_json(of_vllm, LLAMA_TARGET) == config
     assert replace(config, aux_layers=(2, 6, 9)) == DrafterConfig.from_target(LLAMA_TARGET, draft_vocab_size=10)
